@@ -63,11 +63,11 @@ def serving(engine: TextEngine, options: ServerOptions | None = None) -> Iterato
     running = threading.Thread(target=server.run)
     running.start()
     try:
-        assert ready.wait(30), "the server does not start"
+        assert ready.wait(300), "the server does not start"
         yield Served(addresses[0], engine, client)
     finally:
         server.should_exit = True
-        running.join(30)
+        running.join(300)
         assert not running.is_alive() and not client.is_alive
 
 

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 def post(served: Served, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], bytes]:
     """Send a request and return status, headers and body as they came."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=600)
     text = body if isinstance(body, str | bytes) else json.dumps(body)
     connection.request("POST", path, text, {"Content-Type": "application/json"} | headers)
     answer = connection.getresponse()
@@ -42,7 +42,7 @@ def post(served: Served, path: str, body: Any, **headers: str) -> tuple[int, dic
 
 
 def get(served: Served, path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=600)
     connection.request(method, path)
     answer = connection.getresponse()
     try:
@@ -59,7 +59,7 @@ def events(body: bytes) -> list[str]:
     return [line.removeprefix("data: ") for line in lines]
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -259,7 +259,7 @@ def test_limits_keys_and_names(new_server: Callable[..., Any]) -> None:
 def post_in_chunks(served: Served, body: bytes, key: str) -> bytes:
     """Send a body whose length is not announced."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nTransfer-Encoding: chunked\r\n"
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=600) as connection:
         connection.sendall(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n")
         connection.sendall(f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n")
         return connection.recv(1000)
@@ -286,7 +286,7 @@ def open_stream(served: Served, body: dict[str, Any]) -> socket.socket:
     """Send a request, and do not read the answer."""
     text = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
-    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=600)
     connection.sendall(head.encode() + b"\r\n\r\n" + text)
     return connection
 
@@ -363,7 +363,7 @@ def test_requests_that_wait_are_refused_at_the_end(new_server: Callable[..., Any
         waiting.start()
         until(lambda: served.client.num_outputs == 2)
         served.client.drain()
-        waiting.join(30)
+        waiting.join(300)
         assert answers[0][0] == 503 and post(served, "/v1/completions", {"prompt": "x"})[0] == 503
         assert b"200 OK" in first.recv(100)
         first.close()

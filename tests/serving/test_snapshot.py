@@ -133,7 +133,7 @@ def next_event(answer: http.client.HTTPResponse) -> dict[str, Any]:
 
 @pytest.fixture
 def events(served: Served) -> Iterator[http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=600)
     connection.request("GET", "/events")
     yield connection.getresponse()
     connection.close()
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_ends_its_stream(served: Served, monkeypatch: pytes
             ended.set()
 
     monkeypatch.setattr("mini_engine.serving.app.snapshots", watched)
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=600)
     connection.request("GET", "/events")
     answer = connection.getresponse()
     next_event(answer)
@@ -206,7 +206,7 @@ def test_an_engine_without_clients_of_its_stream_takes_no_snapshots(monkeypatch:
 
 def test_the_stream_ends_when_the_server_does(new_server: Callable[..., Any]) -> None:
     with new_server() as served:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=600)
         connection.request("GET", "/events")
         answer = connection.getresponse()
         next_event(answer)

@@ -10,23 +10,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from mini_engine.chat_template import Message
 from mini_engine.config import EngineConfig, ResolvedConfig
 from mini_engine.defaults import pick_device, pick_dtype
-from mini_engine.detokenizer import Detokenizer, special_ids
 from mini_engine.engine import LLMEngine, OnStep
-from mini_engine.errors import ConfigError, RequestError
+from mini_engine.errors import RequestError
 from mini_engine.loading.checkpoint import load_model, load_tokenizer, open_checkpoint
 from mini_engine.loading.hub import EMBEDDED_MODEL
 from mini_engine.models.base import LanguageModel
@@ -34,15 +29,14 @@ from mini_engine.outputs import CompletionOutput, Piece, Prompt, RequestOutput, 
 from mini_engine.parts import Parts, default_parts
 from mini_engine.prompts import as_prompts, needed, unpack
 from mini_engine.request import Context, Request
-from mini_engine.sampling_params import SamplingParams, tokenize_bad_words
+from mini_engine.sampling_params import SamplingParams
 from mini_engine.structured import GrammarCompiler, TokenGrammar
 from mini_engine.text_front import TextFront
-from mini_engine.text_request import PromptOutputs, TextRequest
+from mini_engine.text_request import Ended, PromptOutputs, TextRequest
 
 ContextOf = Callable[[], Context]  # looks up the chunks before a prompt when it is queued
 OnError = Literal["raise", "return"]
 HANDOVER_SECONDS = 1e-4  # longer than it takes to wake a thread that waits for a lock
-NO_WORDS = Tokenizer(WordLevel({}, unk_token=""))  # decodes every token to the empty text
 
 
 class TextEngine(TextFront):
@@ -71,16 +65,12 @@ class TextEngine(TextFront):
         *,
         trust_chat_template: bool = True,
     ) -> None:
-        limits = {"max_model_len": engine.config.max_model_len, "max_batch_size": engine.config.max_batch_size}
-        super().__init__(tokenizer, default_params, **limits, trust_chat_template=trust_chat_template)
+        super().__init__(
+            tokenizer, default_params, max_model_len=engine.config.max_model_len,
+            max_batch_size=engine.config.max_batch_size, eos_token_ids=engine.eos_token_ids,
+            scan_stop=engine.parts.scan_stop, trust_chat_template=trust_chat_template,
+        )  # fmt: skip
         self.engine = engine
-        backend = NO_WORDS if tokenizer is None else getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise ConfigError(
-                f"the tokenizer is a {type(tokenizer).__name__}, which cannot decode token by token: load it with "
-                "AutoTokenizer.from_pretrained, which returns a fast one"
-            )
-        self._backend, self._special_ids = backend, special_ids(backend)
         self._texts: dict[Request, TextRequest] = {}
         self._num_finished = engine.metrics.finished
         self._numbers = count()
@@ -204,6 +194,7 @@ class TextEngine(TextFront):
         """Return what needs no engine, for another process that turns texts into tokens."""
         return TextFront(
             self.tokenizer, self.default_params, max_model_len=self.max_model_len, max_batch_size=self.max_batch_size,
+            eos_token_ids=self.engine.eos_token_ids, scan_stop=self.engine.parts.scan_stop,
             trust_chat_template=self.trust_chat_template,
         )  # fmt: skip
 
@@ -343,45 +334,14 @@ class TextEngine(TextFront):
         """Queue the requests of a prompt: one for each of its `n` outputs."""
         token_ids, params = self.tokens_of(owner.prompt, add_special_tokens=not context), owner.params
         owner.prompt = unpack(owner.prompt)
-        core, grammar = self._core_params(params), grammar or self.compile(params)
+        several, grammar = self.core_params(params), grammar or self.compile(params)
         with self._turn():
-            for index in range(params.n):
-                if index and params.seed is not None:
-                    core = replace(core, seed=(params.seed + index + 2**63) % 2**64 - 2**63)  # a signed 64-bit number
-                if index and params.prompt_logprobs is not None:
-                    core = replace(core, prompt_logprobs=None)  # those of the first request are those of the prompt
+            for index, core in enumerate(several):
                 name = next(n for i in self._numbers if (n := f"stream {i}") not in self.engine.requests)
                 own = grammar.copy() if grammar else None
                 request = self.engine.add_request(name, token_ids, core, context, own, priority=priority, tenant=tenant)
                 owner.requests.append(request)
-                backend = self._backend if params.detokenize else NO_WORDS
-                detokenizer = self._detokenizer(backend, request, params) if each_step or params.stop else None
-                self._texts[request] = TextRequest(owner, index, request, backend, detokenizer)
-
-    def _core_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters without what the front end does itself."""
-        changes: dict[str, Any] = {"n": 1} if params.n > 1 else {}
-        if params.stop:
-            needed(self.tokenizer)
-            # A text has no special tokens, so a stop string that is one becomes a stop token.
-            named = self._special_ids & {self._backend.token_to_id(string) for string in params.stop}
-            changes |= {"stop": (), "stop_token_ids": (*(params.stop_token_ids or ()), *named)}
-        if params.bad_words:
-            encode = partial(self.tokens_of, add_special_tokens=False)
-            words = tokenize_bad_words(params.bad_words, encode)
-            changes["bad_words_token_ids"] = (*words, *params.bad_words_token_ids)
-        return replace(params, **changes) if changes else params
-
-    def _detokenizer(self, backend: Tokenizer, request: Request, params: SamplingParams) -> Detokenizer:
-        return Detokenizer(
-            backend,
-            request.prompt_token_ids,
-            hidden=self._special_ids if params.skip_special_tokens else frozenset(),
-            stop=params.stop or (),
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            scan_stop=self.engine.parts.scan_stop,
-        )
+                self._texts[request] = self.new_text(owner, index, core, request.prompt_token_ids, each_step)
 
     def _step(self, inbox: deque[Piece]) -> None:
         """Step the engine, unless another thread's step has filled the inbox meanwhile, and deliver the pieces."""
@@ -401,12 +361,7 @@ class TextEngine(TextFront):
             if text and text.first_token is None:
                 text.first_token = report.start + report.seconds
             if text and (text.detokenizer or request.finish_reason):
-                has_ended = request.finish_reason is not None
-                try:
-                    text.deliver(self._read(text), report, has_ended=has_ended)
-                finally:
-                    if text.is_done:
-                        self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
+                self._deliver(request, text, report)
         self._num_finished = num_finished
         return report
 
@@ -421,20 +376,22 @@ class TextEngine(TextFront):
         finally:
             self._waiting.discard(waits)
 
-    def _read(self, text: TextRequest) -> str:
-        """Return the text of a request so far, and end the request at a stop string."""
-        request, detokenizer = text.request, text.detokenizer
+    def _deliver(self, request: Request, text: TextRequest, report: StepReport) -> None:
+        """Deliver what a request has got, and end it in the engine where its text ends."""
+        start = len(request.prompt_token_ids) + len(text.token_ids)
+        tokens = self.engine.tokens_of(request, start)
+        if request.params.logprobs is not None:
+            text.logprobs[len(text.token_ids) :] = [request.logprobs[start + i] for i in range(len(tokens))]
+        text.token_ids += tokens
+        if request.finish_reason is not None:
+            text.ended = Ended.of(request)
         try:
-            shown = text.read(self.engine.tokens_of(request, text.num_read) if detokenizer else ())
-        except Exception as error:  # from the tokenizer; the other requests go on
-            failure = RequestError(f"the output cannot be decoded: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.engine.finish(request, "error")
-            request.finish_reason, request.error = "error", failure
-            return detokenizer.text if detokenizer else ""
-        if detokenizer and detokenizer.stopped:
-            self.engine.finish(request, "stop")
-        return shown
+            text.deliver(report)
+        finally:
+            if text.is_done:
+                self._texts.pop(request, None)  # another thread may have closed its stream meanwhile
+        if (reason := text.must_end) is not None:
+            self.engine.finish(request, reason)
 
 
 class LLM(TextEngine):

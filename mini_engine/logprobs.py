@@ -128,22 +128,7 @@ def keep_logprobs(asked: Iterable[tuple[LogprobRows, list[Request]]], found: Ite
             request.logprobs[position] = tuple(of_token)
 
 
-def output_logprobs(request: Request, decode: Decode, start: int, end: int) -> list[dict[int, Logprob]] | None:
-    """Return the log probabilities of tokens of a request's output; None if the request asks for none.
-
-    Args:
-        request: the request.
-        decode: returns the text of a token.
-        start: index of the first of these tokens in the output.
-        end: index after the last one; at most the number of known tokens.
-    """
-    if request.params.logprobs is None:
-        return None
-    first = len(request.prompt_token_ids)
-    return [_as_dict(request.logprobs[first + index], decode) for index in range(start, end)]
-
-
-def prompt_logprobs(request: Request, decode: Decode) -> list[dict[int, Logprob] | None] | None:
+def prompt_logprobs(request: Request) -> list[TokenLogprobs | None] | None:
     """Return the log probabilities of each token of a request's prompt; None if the request asks for none.
 
     The first token has None, because no logits predict it. So have the tokens of chunks and the first token after
@@ -151,12 +136,10 @@ def prompt_logprobs(request: Request, decode: Decode) -> list[dict[int, Logprob]
 
     Args:
         request: a request that has ended.
-        decode: returns the text of a token.
     """
     if request.params.prompt_logprobs is None:
         return None
-    found = (request.logprobs.get(position) for position in range(len(request.prompt_token_ids)))
-    return [None if of_token is None else _as_dict(of_token, decode) for of_token in found]
+    return [request.logprobs.get(position) for position in range(len(request.prompt_token_ids))]
 
 
 def _num_placed(request: Request) -> int:
@@ -164,7 +147,13 @@ def _num_placed(request: Request) -> int:
     return sum(len(chunk.token_ids) for chunk in request.chunks)
 
 
-def _as_dict(of_token: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
+def readable(of_token: TokenLogprobs, decode: Decode) -> dict[int, Logprob]:
+    """Return the log probabilities at one token by token id, the token's own first, as in vLLM.
+
+    Args:
+        of_token: those that the request has collected.
+        decode: returns the text of a token.
+    """
     token_ids, logprobs, own_rank = of_token
     ranks = [own_rank, *range(1, len(token_ids))]
     columns = zip(token_ids.tolist(), logprobs.tolist(), ranks, strict=True)

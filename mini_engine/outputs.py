@@ -226,18 +226,3 @@ class Piece:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     first_token: float | None = None
-
-    def __reduce__(self) -> tuple[type["Piece"], tuple[Any, ...]]:
-        """Leave the step behind when the piece is sent to another process."""
-        return Piece, (
-            self.index, self.text, self.num_tokens, self.output, None, self.completion, self.logprobs,
-            self.finish_reason, self.first_token,
-        )  # fmt: skip
-
-    def followed_by(self, later: "Piece") -> "Piece":
-        """Return one piece for two of the same output."""
-        logprobs = None if later.logprobs is None else [*(self.logprobs or ()), *later.logprobs]
-        return Piece(
-            later.index, self.text + later.text, self.num_tokens + later.num_tokens, later.output, later.step,
-            later.completion, logprobs, later.finish_reason, self.first_token or later.first_token,
-        )  # fmt: skip

@@ -60,6 +60,8 @@ def encode(
     prompt = unpack(prompt)
     if not isinstance(prompt, str):
         numbers = _listed(prompt)
+        if numbers is not None and set(map(type, numbers)) <= {int}:  # as nearly always, and several times as fast
+            return list(numbers)
         if numbers is None or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in numbers):
             raise RequestError(f"the prompt is neither text nor a list of token ids: {str(prompt)[:80]}")
         return [int(number) for number in numbers]

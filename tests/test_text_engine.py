@@ -604,7 +604,8 @@ def test_an_interrupt_in_one_stream_loses_nothing_of_another(monkeypatch):
     params = [replace(SAMPLED, seed=1, max_tokens=9), replace(SAMPLED, seed=3, max_tokens=4, ignore_eos=True)]
     params[1] = replace(params[1], stop=["never"])
     want = [expected(prompt, own) for prompt, own in zip(PROMPTS, params, strict=False)]
-    doors = [(Detokenizer, "push"), (Detokenizer, "_scan"), (TextEngine, "_read"), (TextRequest, "deliver")]
+    doors = [(Detokenizer, "push"), (Detokenizer, "_scan"), (TextEngine, "_deliver"), (TextRequest, "_read")]
+    doors += [(TextRequest, "deliver")]
     doors += [(LLMEngine, "step"), (LLMEngine, "tokens_of"), (LLMEngine, "finish"), (LLMEngine, "_report")]
     for (owner, name), when, before in product(doors, (1, 2, 4, 7), (True, False)):
         calls, original = 0, getattr(owner, name)

@@ -21,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
-from mini_engine.outputs import RequestOutput
+from mini_engine.outputs import Piece, RequestOutput
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import QueueFullError
 from mini_engine.serving.answers import (
@@ -35,7 +35,7 @@ from mini_engine.serving.answers import (
     event,
 )
 from mini_engine.serving.chat_page import read_page
-from mini_engine.serving.engine_client import EngineClient, Pieces
+from mini_engine.serving.engine_client import EngineClient
 from mini_engine.serving.engine_loop import ShuttingDownError
 from mini_engine.serving.live import snapshots
 from mini_engine.serving.metrics import CONTENT_TYPE, Metrics, Watch, engine_counts
@@ -238,7 +238,7 @@ class Api:
 
     async def _pieces(
         self, body: Request, tokens: list[list[int]], params: SamplingParams
-    ) -> AsyncGenerator[Pieces, None]:
+    ) -> AsyncGenerator[list[Piece], None]:
         """Yield the pieces of several prompts as they come, and time them."""
         watches: list[Watch] = [self._metrics.watch(len(own)) for own in tokens]
         served = self._engine.stream(
@@ -246,8 +246,8 @@ class Api:
         )
         async with aclosing(served) as several:
             async for pieces in several:
-                for index, piece in pieces:
-                    watches[index].add(piece)
+                for piece in pieces:
+                    watches[piece.index].add(piece)
                 yield pieces
 
 
@@ -269,16 +269,16 @@ def _card(model: str, front: TextFront) -> Json:
     return names | {"root": model, "parent": None, "max_model_len": front.max_model_len}
 
 
-async def _first(several: AsyncGenerator[Pieces, None]) -> Pieces:
+async def _first(several: AsyncGenerator[list[Piece], None]) -> list[Piece]:
     while not (pieces := await anext(several)):
         pass  # nothing has come for a long time; the answer begins with the first token
     return pieces
 
 
-async def _outputs(several: AsyncIterator[Pieces], count: int) -> list[RequestOutput]:
+async def _outputs(several: AsyncIterator[list[Piece]], count: int) -> list[RequestOutput]:
     outputs: dict[int, RequestOutput] = {}
     async for pieces in several:
-        outputs.update({index: piece.output for index, piece in pieces if piece.output is not None})
+        outputs.update({piece.index: piece.output for piece in pieces if piece.output is not None})
     return [outputs[number] for number in range(count)]
 
 
@@ -301,8 +301,8 @@ async def _unless_left(http: HTTPRequest, work: Awaitable[Any]) -> Any:
 
 async def _events(
     answer: Answer,
-    pieces: Pieces,
-    rest: AsyncGenerator[Pieces, None],
+    pieces: list[Piece],
+    rest: AsyncGenerator[list[Piece], None],
     num_choices: int,
     n: int,
     last: list[Callable[[], bytes]],
@@ -315,8 +315,8 @@ async def _events(
         events = b"".join(map(event, answer.first_chunks(num_choices, n)))
         try:
             while True:
-                for index, piece in pieces:
-                    for chunk in answer.chunks(index * n + piece.completion, piece):
+                for piece in pieces:
+                    for chunk in answer.chunks(piece.index * n + piece.completion, piece):
                         events += event(chunk)
                 if events or not pieces:
                     yield events or PING

@@ -1,11 +1,15 @@
-"""The event loop's side of the engine: requests go to the stepping loop through a pipe, and pieces come back."""
+"""The event loop's side of the engine: requests go to the stepping loop through a pipe, and tokens come back.
+
+Tokens become text when a request takes them. So a client that is behind the engine gets fewer and longer pieces.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -14,34 +18,50 @@ from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import QueueFullError
-from mini_engine.serving.engine_loop import Abort, Answer, Close, Drain, Read, Result, Sender, ShuttingDownError, Submit
+from mini_engine.serving.engine_loop import (
+    Abort,
+    Answer,
+    Close,
+    Drain,
+    End,
+    Failed,
+    Read,
+    Result,
+    Sender,
+    ShuttingDownError,
+    Stepped,
+    Submit,
+)
 from mini_engine.text_front import TextFront
+from mini_engine.text_request import PromptOutputs, TextRequest
 
 T = TypeVar("T")
 ENDED = "the engine has ended; its process may have printed why"
 QUIET_SECONDS = 15.0  # after which a stream without pieces yields an empty list
 
 
-Pieces = list[tuple[int, Piece]]  # each with the index of its prompt in the request
-
-
 class Inbox:
-    """What has arrived for one request and has not been taken."""
+    """The outputs of one request that have got tokens which are not text yet.
+
+    Attributes:
+        pieces: receives the pieces of its prompts.
+        is_quiet: whether nothing has arrived for some time.
+    """
 
     def __init__(self) -> None:
-        self.is_quiet = False
-        self._arrived: Pieces = []
+        self.pieces, self.is_quiet = deque[Piece](), False
+        self._arrived: dict[TextRequest, None] = {}
         self._error: MiniEngineError | None = None
         self._waiting: asyncio.Future[None] | None = None
 
-    def put(self, index: int, piece: Piece) -> None:
-        """Add a piece of a prompt."""
-        self._arrived.append((index, piece))
+    def put(self, text: TextRequest) -> None:
+        """Note that an output has got tokens, or its end."""
+        self._arrived[text] = None
         self.is_quiet = False
         self.wake()
 
     def fail(self, error: MiniEngineError) -> None:
-        """End the request, after the pieces that have arrived."""
+        """End the request, after the tokens that have arrived."""
         self._error = self._error or error
         self.wake()
 
@@ -50,8 +70,8 @@ class Inbox:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def take(self) -> Pieces:
-        """Wait for pieces, and return all that have arrived; none after a long time.
+    async def take(self) -> list[TextRequest]:
+        """Wait for tokens, and return the outputs that have got some; none after a long time.
 
         Raises:
             MiniEngineError: that ended the request.
@@ -61,19 +81,8 @@ class Inbox:
             await self._waiting
         if not self._arrived and self._error is not None:
             raise self._error
-        arrived, self._arrived = self._arrived, []
-        return joined(arrived)
-
-
-def joined(pieces: Pieces) -> Pieces:
-    """Join the pieces of each output, so that a client that is behind the engine gets fewer and longer ones."""
-    if len(pieces) < 2:
-        return pieces
-    found: dict[tuple[int, int], Piece] = {}
-    for index, piece in pieces:
-        key = index, piece.completion
-        found[key] = found[key].followed_by(piece) if key in found else piece
-    return [(index, piece) for (index, _), piece in found.items()]
+        arrived, self._arrived = list(self._arrived), {}
+        return arrived
 
 
 class EngineClient:
@@ -97,8 +106,8 @@ class EngineClient:
         self.front, self.is_alive, self.is_draining, self.num_outputs = front, True, False, 0
         self._most = front.max_batch_size + max_queued
         self._commands, self._answers = Sender(commands), answers
-        self._numbers = count()
-        self._inboxes: dict[int, tuple[Inbox, int]] = {}  # of each prompt, with its number in its request
+        self._next_number = 0
+        self._texts: dict[int, tuple[Inbox, TextRequest]] = {}  # of each output
         self._reading: dict[int, asyncio.Future[Any]] = {}
 
     def start(self) -> None:
@@ -115,8 +124,8 @@ class EngineClient:
         each_step: bool,
         priority: int = 0,
         tenant: str = "",
-    ) -> AsyncGenerator[Pieces, None]:
-        """Serve the prompts of a request, and yield their pieces, all that have arrived at a time.
+    ) -> AsyncGenerator[list[Piece], None]:
+        """Serve the prompts of a request, and yield their pieces: one for each output that has got tokens.
 
         The last piece of a prompt has its output. An empty list means that nothing has arrived for some time. Closing
         the generator ends the request.
@@ -138,30 +147,43 @@ class EngineClient:
             raise ShuttingDownError("the server is shutting down; send the request to another one")
         if not self.is_alive:
             raise MiniEngineError(ENDED)
-        more = params.n * len(prompts)
+        several, more = self.front.core_params(params), params.n * len(prompts)
         if self.num_outputs + more > self._most:
             raise QueueFullError(f"{self.num_outputs} outputs run or wait, and {self._most} may; send it again later")
         self.num_outputs += more
-        inbox, numbers = Inbox(), [next(self._numbers) for _ in prompts]
-        self._inboxes.update({number: (inbox, i) for i, number in enumerate(numbers)})
-        left = len(prompts)
+        inbox, numbers = Inbox(), self._take_numbers(more)
+        firsts = numbers[:: params.n]
+        for index, (first, prompt) in enumerate(zip(firsts, prompts, strict=True)):
+            owner, tokens = PromptOutputs(index, list(prompt), params, inbox.pieces), list(prompt)
+            for i, core in enumerate(several):
+                self._texts[first + i] = inbox, self.front.new_text(owner, i, core, tokens, each_step)
+        unfinished = set(range(len(prompts)))
         try:
-            for number, prompt in zip(numbers, prompts, strict=True):
-                self._commands.send(Submit(number, prompt, params, each_step, priority, tenant))
-            while left:
-                pieces = await inbox.take()
-                for _, piece in pieces:
+            for first, prompt in zip(firsts, prompts, strict=True):
+                self._commands.send(Submit(first, prompt, several, priority, tenant))
+            while unfinished:
+                for text in await inbox.take():
+                    text.deliver()
+                    if text.must_end is not None and text.ended is None:
+                        self._commands.send(End(firsts[text.owner.index], text.index, text.must_end))
+                pieces = [inbox.pieces.popleft() for _ in range(len(inbox.pieces))]
+                for piece in pieces:
                     if piece.output is not None:
-                        left -= 1
+                        unfinished.remove(piece.index)
                         if piece.output.error is not None:
                             raise piece.output.error
                 yield pieces
         finally:
             self.num_outputs -= more
             for number in numbers:
-                del self._inboxes[number]
-                if left:
-                    self._commands.send(Abort(number))
+                del self._texts[number]
+            for index in unfinished:
+                self._commands.send(Abort(firsts[index]))
+
+    def _take_numbers(self, count: int) -> range:
+        """Return the next numbers, which nothing else has."""
+        self._next_number += count
+        return range(self._next_number - count, self._next_number)
 
     async def read(self, function: Callable[[TextEngine], T]) -> T:
         """Call a function with the engine between two steps, where it runs, and return its result.
@@ -171,7 +193,7 @@ class EngineClient:
         """
         if not self.is_alive:
             raise MiniEngineError(ENDED)
-        number, result = next(self._numbers), self._loop.create_future()
+        [number], result = self._take_numbers(1), self._loop.create_future()
         self._reading[number] = result
         self._commands.send(Read(number, function))
         try:
@@ -199,28 +221,45 @@ class EngineClient:
             except (EOFError, OSError):
                 self._loop.call_soon_threadsafe(self._end)
 
-    def _receive(self, answers: Sequence[Answer]) -> None:
-        for number, value in answers:
-            if isinstance(value, Result):
-                if (result := self._reading.get(number)) is not None and not result.done():
-                    result.set_result(value.value)
-            elif (of := self._inboxes.get(number)) is not None:
-                inbox, index = of
-                if isinstance(value, Piece):
-                    inbox.put(index, value)
-                else:
-                    inbox.fail(value)
-            elif (result := self._reading.get(number)) is not None and not result.done():
-                assert isinstance(value, MiniEngineError)
-                result.set_exception(value)
-            # Otherwise the client has left.
+    def _receive(self, answer: Answer) -> None:
+        """Note what has arrived, unless its client has left."""
+        match answer:
+            case Stepped():
+                self._receive_tokens(answer)
+            case Result(number, value):
+                if (reading := self._reading.get(number)) is not None and not reading.done():
+                    reading.set_result(value)
+            case Failed(number, error):
+                if (of := self._texts.get(number)) is not None:
+                    of[0].fail(error)
+                elif (reading := self._reading.get(number)) is not None and not reading.done():
+                    reading.set_exception(error)
+
+    def _receive_tokens(self, step: Stepped) -> None:
+        now, texts = time.perf_counter(), self._texts
+        for number, logprobs in step.logprobs:
+            if (of := texts.get(number)) is not None:
+                of[1].logprobs += logprobs
+        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
+            if (of := texts.get(number)) is not None:
+                inbox, text = of
+                text.token_ids.append(token_id)
+                if text.first_token is None:
+                    text.first_token = now
+                if text.detokenizer is not None:  # otherwise it is decoded when it has ended
+                    inbox.put(text)
+        for number, ended in step.ended:
+            if (of := texts.get(number)) is not None:
+                inbox, text = of
+                text.ended = ended
+                inbox.put(text)
 
     def _end(self) -> None:
         """The engine's loop has ended, as it was told to or not."""
         self._commands.close()
         self._timer.cancel()
         self.is_alive = False
-        for inbox, _ in self._inboxes.values():
+        for inbox, _ in self._texts.values():
             inbox.fail(MiniEngineError(ENDED))
         for result in self._reading.values():
             if not result.done():
@@ -228,7 +267,7 @@ class EngineClient:
         self._ended.set()
 
     def _wake_quiet(self) -> None:
-        for inbox, _ in self._inboxes.values():
+        for inbox in {inbox for inbox, _ in self._texts.values()}:
             if inbox.is_quiet:
                 inbox.wake()
             inbox.is_quiet = True

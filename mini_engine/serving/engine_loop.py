@@ -12,7 +12,7 @@ import pickle
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ from typing import Any
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
-from mini_engine.outputs import Piece
+from mini_engine.outputs import StepReport
+from mini_engine.request import FinishReason, Request, TokenLogprobs
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import Admission, QueueFullError
 from mini_engine.structured import TokenGrammar
-from mini_engine.text_request import PromptOutputs
+from mini_engine.text_request import Ended
 
 logger = logging.getLogger(__name__)
 COMPILING = 4  # grammars that are compiled at the same time
@@ -40,27 +41,40 @@ class Submit:
     """Serve a prompt.
 
     Attributes:
-        number: the index of its pieces.
+        number: the number of its first output; the others have the next ones.
         prompt: its tokens.
-        params: its parameters.
-        each_step: whether text is delivered as it is generated.
+        params: the parameters of each output, without what the engine's core does not do (`TextFront.core_params`).
         priority: see `LLMEngine.add_request`.
         tenant: see `LLMEngine.add_request`.
     """
 
     number: int
     prompt: Sequence[int]
-    params: SamplingParams
-    each_step: bool
+    params: Sequence[SamplingParams]
     priority: int
     tenant: str
 
 
 @dataclass(frozen=True)
 class Abort:
-    """End a prompt whose client has left."""
+    """End the outputs of a prompt, whose client has left. The number is that of the first one."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class End:
+    """End an output whose text has ended, or cannot be decoded.
+
+    Attributes:
+        number: of its prompt's first output.
+        index: its number among the outputs of the prompt.
+        reason: why.
+    """
+
+    number: int
+    index: int
+    reason: FinishReason
 
 
 @dataclass(frozen=True)
@@ -81,15 +95,43 @@ class Close:
     """End everything."""
 
 
+Command = Submit | Abort | End | Read | Drain | Close
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step has added to the outputs.
+
+    Attributes:
+        numbers: of the outputs that have got a token, as often as they have got one; -1: one that has left.
+        token_ids: these tokens.
+        logprobs: log probabilities of new tokens, for outputs that ask for them.
+        ended: outputs that have ended, with these tokens.
+    """
+
+    numbers: list[int]
+    token_ids: list[int]
+    logprobs: list[tuple[int, list[TokenLogprobs]]]
+    ended: list[tuple[int, Ended]]
+
+
 @dataclass(frozen=True)
 class Result:
     """What a `Read` has returned."""
 
+    number: int
     value: Any
 
 
-Command = Submit | Abort | Read | Drain | Close
-Answer = tuple[int, Piece | Result | MiniEngineError]  # with the number of the command
+@dataclass(frozen=True)
+class Failed:
+    """Why a prompt or a `Read` could not be served."""
+
+    number: int
+    error: MiniEngineError
+
+
+Answer = Stepped | Result | Failed
 
 
 class Sender:
@@ -124,23 +166,24 @@ class Sender:
 
 
 class EngineLoop:
-    """Steps an engine for prompts that arrive through a pipe.
+    """Steps an engine for prompts that arrive through a pipe. Only tokens leave it; the other side makes them text.
 
     Args:
         engine: the engine; nothing else may step it.
         commands: receives commands; its end ends the loop.
-        answers: sends lists of answers.
+        answers: sends answers.
         max_ttft_seconds: longest time to first token that a prompt may be predicted to have; None: any.
     """
 
     def __init__(
         self, engine: TextEngine, commands: Connection, answers: Connection, max_ttft_seconds: float | None = None
     ) -> None:
-        self.engine = engine
+        self.engine, self._core, self._is_closing = engine, engine.engine, False
         rows = engine.max_batch_size
         self._admission = None if max_ttft_seconds is None else Admission(max_ttft_seconds, rows)
-        self._inbox, self._is_closing = deque[Piece](), False
-        self._submitted: dict[int, PromptOutputs] = {}
+        self._prompts: dict[int, list[Request]] = {}  # of each unfinished prompt
+        self._numbers: dict[Request, tuple[int, int]] = {}  # of each unfinished output, and of its prompt
+        self._num_told: dict[Request, int] = {}  # tokens with log probabilities that have been sent
         self._compiling: dict[int, Submit] = {}  # prompts whose grammar is being compiled
         self._compilers = ThreadPoolExecutor(COMPILING)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -150,19 +193,20 @@ class EngineLoop:
     def run(self) -> None:
         """Step the engine whenever there is work, until `Close` or the end of the commands."""
         while not self._is_closing:
-            self._take_commands(wait=not self._submitted)
-            if not self._submitted:
+            self._take_commands(wait=not self._numbers)
+            if not self._numbers:
                 continue
             start = time.perf_counter()
             try:
-                report, core = self.engine.step(), self.engine.engine
-                if self._admission is not None:
-                    seconds = time.perf_counter() - start
-                    self._admission.stepped(core.scheduler, report.num_tokens, seconds, is_decode=report.is_decode)
+                report = self._core.step()
             except Exception as error:  # failed requests do not raise, so none can go on: a replaced part, or a bug
                 logger.exception("a step failed")
                 self._fail_all(MiniEngineError(f"the engine failed: {type(error).__name__}: {error}"))
-            self._hand_over()
+                continue
+            if self._admission is not None:
+                seconds = time.perf_counter() - start
+                self._admission.stepped(self._core.scheduler, report.num_tokens, seconds, is_decode=report.is_decode)
+            self._hand_over(report)
         self._fail_all(ShuttingDownError("the server is shutting down; send the request to another one"))
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._answers.close()
@@ -188,7 +232,7 @@ class EngineLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(number, params=params) if params.structured_outputs is not None:
+            case Submit(number, params=[params, *_]) if params.structured_outputs is not None:
                 self._compiling[number] = command
                 compiling = self._compilers.submit(self.engine.compile, params)
                 compiling.add_done_callback(
@@ -199,6 +243,8 @@ class EngineLoop:
             case Abort(number):
                 self._compiling.pop(number, None)
                 self._abort(number)
+            case End():
+                self._end(command)
             case Read():
                 self._read(command)
             case Drain():
@@ -211,71 +257,94 @@ class EngineLoop:
         if command is None:  # the client has left
             return
         if (error := compiled.exception()) is not None:
-            self._answer([(number, as_sent(error))])
+            self._answers.send(Failed(number, as_sent(error)))
         else:
             self._submit(command, compiled.result())
 
     def _submit(self, command: Submit, grammar: TokenGrammar | None) -> None:
+        first, requests = command.number, list[Request]()
+        self._prompts[first] = requests
         try:
-            submitted = self.engine.submit(
-                command.prompt, command.params, self._inbox,
-                index=command.number, grammar=grammar, each_step=command.each_step,
-                priority=command.priority, tenant=command.tenant,
-            )  # fmt: skip
+            for number, params in enumerate(command.params, first):
+                own = grammar.copy() if grammar else None
+                request = self._core.add_request(
+                    f"request {number}", command.prompt, params, (), own,
+                    priority=command.priority, tenant=command.tenant,
+                )  # fmt: skip
+                requests.append(request)
+                self._numbers[request] = number, first
             if self._admission is not None:
-                try:
-                    self._admission.check(self.engine.engine.scheduler, submitted.requests[0])
-                except QueueFullError:
-                    self.engine.abort(submitted)
-                    raise
-            self._submitted[command.number] = submitted
+                self._admission.check(self._core.scheduler, requests[0])
         except (RequestError, QueueFullError) as error:
-            self._answer([(command.number, error)])
+            self._abort(first)
+            self._answers.send(Failed(first, error))
 
-    def _abort(self, number: int) -> None:
-        if (submitted := self._submitted.pop(number, None)) is not None:
-            self.engine.abort(submitted)
+    def _abort(self, prompt: int) -> None:
+        for request in self._prompts.pop(prompt, ()):
+            if self._numbers.pop(request, None) is not None:
+                self._core.finish(request, "abort")
+
+    def _end(self, command: End) -> None:
+        requests = self._prompts.get(command.number, [])
+        if requests and (request := requests[command.index]) in self._numbers:  # otherwise it has ended meanwhile
+            self._core.finish(request, command.reason)
+            self._answers.send(Stepped([], [], [], [self._ended(request)]))
 
     def _read(self, command: Read) -> None:
         try:
-            self._answer([(command.number, Result(command.function(self.engine)))])
+            self._answers.send(Result(command.number, command.function(self.engine)))
         except Exception as error:
-            self._answer([(command.number, as_sent(error))])
+            self._answers.send(Failed(command.number, as_sent(error)))
 
     def _refuse_waiting(self) -> None:
         error = ShuttingDownError("the server is shutting down; send the request to another one")
-        waiting = self.engine.engine.scheduler.waiting
-        for number, submitted in list(self._submitted.items()):
-            if all(request in waiting for request in submitted.requests):
+        waiting = self._core.scheduler.waiting
+        for number, requests in list(self._prompts.items()):
+            if all(request in waiting for request in requests):
                 self._abort(number)
-                self._answer([(number, error)])
+                self._answers.send(Failed(number, error))
         for number in list(self._compiling):
             del self._compiling[number]
-            self._answer([(number, error)])
+            self._answers.send(Failed(number, error))
 
     # --- answers -------------------------------------------------------------------------------------------------
 
     def _fail_all(self, error: MiniEngineError) -> None:
-        for number in [*self._submitted, *self._compiling]:
+        for number in [*self._prompts, *self._compiling]:
             self._abort(number)
-            self._answer([(number, error)])
+            self._answers.send(Failed(number, error))
         self._compiling.clear()
 
-    def _hand_over(self) -> None:
-        arrived: list[Answer] = []
-        while self._inbox:
-            piece = self._inbox.popleft()
-            arrived.append((piece.index, piece))
-            if piece.output is not None:
-                self._submitted.pop(piece.index, None)
-                if self._admission is not None:
-                    for output in piece.output.outputs:
-                        self._admission.ended(len(output.token_ids))
-        if arrived:
-            self._answer(arrived)
+    def _hand_over(self, report: StepReport) -> None:
+        """Send what a step has collected: one message, most of which is two lists of numbers."""
+        left = (-1, -1)
+        numbers = [self._numbers.get(request, left)[0] for request in report.sampled_by]
+        logprobs = self._logprobs(report) if self._core.scheduler.running.num_asking or report.finished else []
+        ended = [self._ended(request) for request in report.finished if request in self._numbers]
+        if numbers or ended:
+            self._answers.send(Stepped(numbers, report.token_ids.tolist(), logprobs, ended))
 
-    def _answer(self, answers: Sequence[Answer]) -> None:
-        self._answers.send(answers)
+    def _logprobs(self, report: StepReport) -> list[tuple[int, list[TokenLogprobs]]]:
+        """Return the log probabilities of the tokens of a report, of requests that ask for them."""
+        counts = Counter(request for request in report.sampled_by if request.params.logprobs is not None)
+        found = []
+        for request, more in counts.items():
+            if request in self._numbers:
+                told = self._num_told.get(request, 0)
+                start = len(request.prompt_token_ids) + told
+                found.append((self._numbers[request][0], [request.logprobs[start + i] for i in range(more)]))
+                self._num_told[request] = told + more
+        return found
+
+    def _ended(self, request: Request) -> tuple[int, Ended]:
+        """Forget an output that has ended, and return what is sent about it."""
+        number, prompt = self._numbers.pop(request)
+        self._num_told.pop(request, None)
+        if not any(other in self._numbers for other in self._prompts[prompt]):
+            del self._prompts[prompt]
+        if self._admission is not None:
+            self._admission.ended(len(request.output_token_ids))
+        return number, Ended.of(request)
 
 
 def as_sent(error: BaseException) -> MiniEngineError:

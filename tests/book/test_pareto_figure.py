@@ -129,7 +129,7 @@ def test_it_marks_the_points_of_a_batch_size(figures: sync_api.Page, tmp_path: P
 
     pair = drawn(figures, html, 2)
     assert pair["says"] == [
-        "With a batch size of 2:",
+        "With a batch size of 2, whose points lie on the gray line:",
         "A (mini_engine, A, m in float32): 390 tokens/s together, 195 tokens/s for each user, 5.13 ms between tokens.",
         "B (vllm, A, m in float32): 99 tokens/s together, 49.5 tokens/s for each user, 20.2 ms between tokens.",
         "C (mini_engine, B, m in float32): 30 tokens/s together, 15 tokens/s for each user, 66.7 ms between tokens.",

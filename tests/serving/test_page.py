@@ -18,6 +18,8 @@ pytest.importorskip("playwright", reason="the browser tests need the package pla
 from playwright import sync_api
 
 from mini_engine import LLM, SamplingParams
+from mini_engine.core import NOTHING
+from mini_engine.outputs import StepReport
 from mini_engine.sampling_params import StructuredOutputsParams
 from mini_engine.serving import live
 from mini_engine.serving.options import ServerOptions
@@ -35,15 +37,15 @@ class Steps:
     """Lets an engine make a number of steps, so that a test decides what is running while it looks at the page."""
 
     def __init__(self, served: Served) -> None:
-        self.left, self._step = 0, served.engine.step
-        served.engine.step = self.step  # type: ignore[method-assign]
+        self.left, self._step = 0, served.engine.engine.step
+        served.engine.engine.step = self.step  # type: ignore[method-assign]
 
-    def step(self) -> None:
+    def step(self) -> StepReport:
         if self.left > 0:
             self.left -= 1
-            self._step()
-        else:
-            time.sleep(0.005)
+            return self._step()
+        time.sleep(0.005)
+        return StepReport(NOTHING, [], None, [], NOTHING.rows, [], 0.0, 0.0, 0)
 
 
 class Tab:

@@ -306,10 +306,10 @@ def test_a_failing_engine_is_an_error_and_no_silence(new_server: Callable[..., A
         def fail() -> None:
             raise RuntimeError("broken")
 
-        step, served.engine.step = served.engine.step, fail
+        step, served.engine.engine.step = served.engine.engine.step, fail
         status, _, body = post(served, "/v1/completions", {"prompt": "x", "stream": True})
         assert status == 500 and "broken" in json.loads(body)["error"]["message"]
-        served.engine.step = step
+        served.engine.engine.step = step
         assert post(served, "/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
 
 
@@ -322,7 +322,7 @@ def test_an_error_within_a_stream_ends_the_connection(new_server: Callable[..., 
         def fail() -> None:
             raise RuntimeError("broken")
 
-        served.engine.step = fail
+        served.engine.engine.step = fail
         with pytest.raises(openai.APIError, match="broken"):
             for _ in stream:
                 pass

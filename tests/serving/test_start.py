@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import pickle
-from collections import deque
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mini_engine.errors import ConfigError, MiniEngineError
+from mini_engine.detokenizer import Detokenizer
+from mini_engine.errors import ConfigError, MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
-from mini_engine.outputs import Piece
+from mini_engine.logprobs import Logprob
+from mini_engine.outputs import CompletionOutput, RequestOutput
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.serving.engine_client import EngineClient, joined
+from mini_engine.serving.engine_client import EngineClient
 from mini_engine.serving.engine_loop import Sender, as_sent
 from mini_engine.serving.options import ServerOptions
-from mini_engine.serving.start import start_process
+from mini_engine.serving.start import start_process, start_thread
 from tests.helpers import GREEDY, double_model, in_a_thread, make_text_engine
 
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -39,7 +40,7 @@ def num_steps(engine: TextEngine) -> int:
 
 async def tokens_of(client: EngineClient, prompt: list[int], params: SamplingParams) -> list[int]:
     async for pieces in client.stream([prompt], params, each_step=True):
-        if (output := pieces[-1][1].output) is not None:
+        if pieces and (output := pieces[-1].output) is not None:
             return output.outputs[0].token_ids
     raise AssertionError("no output")
 
@@ -99,28 +100,81 @@ def test_what_was_sent_before_the_end_arrives() -> None:
     sending.send("too late")
 
 
-PIECES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.text(max_size=2)), max_size=12)
+Logprobs = Sequence[Mapping[int, Logprob] | None] | None
 
 
-@given(PIECES)
-def test_joined_pieces_have_the_same_text_and_tokens(made: list[tuple[int, int, str]]) -> None:
-    pieces = [(index, Piece(7, text, 1, None, None, number)) for index, number, text in made]
-    texts, counts = dict[tuple[int, int], str](), dict[tuple[int, int], int]()
-    for index, piece in pieces:
-        key = index, piece.completion
-        texts[key], counts[key] = texts.get(key, "") + piece.text, counts.get(key, 0) + 1
-    found = joined(pieces)
-    assert {(index, piece.completion): piece.text for index, piece in found} == texts
-    assert {(index, piece.completion): piece.num_tokens for index, piece in found} == counts
+def check_logprobs(found: Logprobs, want: Logprobs) -> None:
+    """Check that they are those of the same tokens, and equal to those of batches that round otherwise."""
+    flat = [[(token, own) for of in several or () if of for token, own in of.items()] for several in (found, want)]
+    words, numbers = ([[pick(*own) for own in one] for one in flat] for pick in (
+        lambda token, own: (token, own.rank, own.decoded_token), lambda token, own: own.logprob,
+    ))  # fmt: skip
+    assert words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], abs=1e-4)
 
 
-def test_a_piece_is_sent_without_its_step() -> None:
-    engine, inbox = load_small(), deque[Piece]()
-    engine.submit([3, 4, 5], GREEDY, inbox)
-    while not inbox:
-        engine.step()
-    piece = inbox[0]
-    assert piece.step is not None and pickle.loads(pickle.dumps(piece)) == replace(piece, step=None)
+WORDY = replace(LONG, logprobs=2, prompt_logprobs=1)
+STOPPED = replace(LONG, n=2, seed=3, temperature=1.0, stop=["the", "a"])
+
+
+@pytest.mark.parametrize("params", [GREEDY, LONG, WORDY, STOPPED], ids=["ended", "long", "logprobs", "stopped"])
+@pytest.mark.parametrize("each_step", [False, True])
+def test_text_is_the_same_on_the_other_side_of_the_pipe(params: SamplingParams, each_step: bool) -> None:
+    prompts = [[3, 4, 5], [6] * 20, [7, 3]]
+    want = load_small().generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    engine = load_small()
+    client = start_thread(engine, ServerOptions())
+    outputs, texts, counts = dict[int, RequestOutput](), dict[tuple[int, int], str](), Counter[tuple[int, int]]()
+
+    async def run() -> None:
+        client.start()
+        async for pieces in client.stream(prompts, params, each_step=each_step):
+            for piece in pieces:
+                key = piece.index, piece.completion
+                texts[key] = texts.get(key, "") + piece.text
+                counts[key] += piece.num_tokens
+                if piece.output is not None:
+                    outputs[piece.index] = piece.output
+        await client.close()
+
+    in_a_thread(asyncio.run, run())
+    for index, output in outputs.items():
+        assert output.prompt == output.prompt_token_ids == prompts[index]
+        check_logprobs(output.prompt_logprobs, want[index].prompt_logprobs)
+        for own, wanted in zip(output.outputs, want[index].outputs, strict=True):
+            assert replace(own, logprobs=None) == replace(wanted, logprobs=None)
+            check_logprobs(own.logprobs, wanted.logprobs)
+            assert texts[index, own.index] == own.text
+            assert counts[index, own.index] == len(own.token_ids)
+    assert not engine.engine.requests and client.num_outputs == 0
+
+
+def test_an_output_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompts = load_small(), [[3, 4, 5], [6] * 20]
+    broken, want = load_small().generate([{"prompt_token_ids": prompt} for prompt in prompts], LONG)
+    wrong = next(token for token in broken.token_ids if token not in want.token_ids)
+    client, push = start_thread(engine, ServerOptions()), Detokenizer.push
+
+    def fails(self: Detokenizer, token_id: int, *, is_shown: bool = True) -> str:
+        if token_id == wrong:
+            raise ValueError("half a word")
+        return push(self, token_id, is_shown=is_shown)
+
+    monkeypatch.setattr(Detokenizer, "push", fails)
+
+    async def outputs_of(prompt: list[int]) -> list[CompletionOutput]:
+        found = [piece async for pieces in client.stream([prompt], LONG, each_step=True) for piece in pieces]
+        assert found[-1].output is not None
+        return found[-1].output.outputs
+
+    async def run() -> None:
+        client.start()
+        error, outputs = await asyncio.gather(*map(outputs_of, prompts), return_exceptions=True)
+        assert isinstance(error, RequestError) and "half a word" in str(error)
+        assert outputs == want.outputs
+        await client.close()
+
+    in_a_thread(asyncio.run, run())
+    assert not engine.engine.requests
 
 
 def all_of(error: type[MiniEngineError]) -> list[type[MiniEngineError]]:

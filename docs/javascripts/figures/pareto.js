@@ -67,7 +67,7 @@ export function describe(box) {
       const rates = found ? `${number(found.machine)} tokens/s together, ${number(found.user)} tokens/s for each user, ${number(1000 / found.user)} ms between tokens` : "not measured";
       return `${letter(i)} (${name}): ${rates}.`;
     });
-    const head = `With a batch size of ${size}:`;
+    const head = `With a batch size of ${size}, whose points lie on the gray line:`;
     return { width: WIDTH, height: HEIGHT, shapes, label: [head, ...lines].join(" "), says: [head, ...lines].join("\n") };
   }
 

@@ -23,6 +23,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from book import results
 from book.experiment import command_line, predicted, rate_row, record
-from book.random_models import QWEN3_0_6B, checkpoint
+from book.random_models import QWEN3_0_6B, checkpoint, random_transformers_model
 from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive, token_body
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
 from mini_engine.bench.workloads import BenchRequest, Workload, least_seconds, num_outputs, with_other_tokens
@@ -155,18 +156,25 @@ class Words:
 def served_model(device: str) -> Iterator[str]:
     """Yield the name or the folder of the model that is served.
 
-    On a GPU that has random weights in the shape of Qwen3-0.6B, but the vocabulary of the embedded model, so that its
-    tokens are text.
+    On a GPU that has random weights in the shape of Qwen3-0.6B, but the vocabulary of the embedded model. Tokens that
+    are not words have a logit of 0, which is never the highest, because a client does not see tokens without text.
     """
     if device == "cpu":
         yield MODEL
         return
-    words = AutoTokenizer.from_pretrained(embedded_folder())
-    shape = Qwen3Config(**QWEN3_0_6B.to_dict() | {"vocab_size": len(words)})
-    with checkpoint("Qwen3-0.6B", shape, torch.bfloat16, torch.device(device)) as (folder, _):
-        words.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(embedded_folder())
+    shape = Qwen3Config(**QWEN3_0_6B.to_dict() | {"vocab_size": len(tokenizer), "tie_word_embeddings": True})
+    model = random_transformers_model(shape, torch.bfloat16, torch.device(device))
+    others = torch.ones(len(tokenizer), dtype=torch.bool)
+    others[list(Words.of_model(embedded_folder()).of_token)] = False
+    model.get_input_embeddings().weight.data[others] = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        del model
+        gc.collect()
         torch.cuda.empty_cache()
-        yield str(folder)
+        yield folder
 
 
 @contextmanager

@@ -67,8 +67,9 @@ class TextEngine(TextFront):
     ) -> None:
         super().__init__(
             tokenizer, default_params, max_model_len=engine.config.max_model_len,
-            max_batch_size=engine.config.max_batch_size, eos_token_ids=engine.eos_token_ids,
-            scan_stop=engine.parts.scan_stop, trust_chat_template=trust_chat_template,
+            max_batch_size=engine.config.max_batch_size, vocab_size=engine.model.config.vocab_size,
+            eos_token_ids=engine.eos_token_ids, scan_stop=engine.parts.scan_stop,
+            trust_chat_template=trust_chat_template,
         )  # fmt: skip
         self.engine = engine
         self._texts: dict[Request, TextRequest] = {}
@@ -194,8 +195,8 @@ class TextEngine(TextFront):
         """Return what needs no engine, for another process that turns texts into tokens."""
         return TextFront(
             self.tokenizer, self.default_params, max_model_len=self.max_model_len, max_batch_size=self.max_batch_size,
-            eos_token_ids=self.engine.eos_token_ids, scan_stop=self.engine.parts.scan_stop,
-            trust_chat_template=self.trust_chat_template,
+            vocab_size=self.vocab_size, eos_token_ids=self.engine.eos_token_ids,
+            scan_stop=self.engine.parts.scan_stop, trust_chat_template=self.trust_chat_template,
         )  # fmt: skip
 
     # --- prompts that arrive while others are served ---------------------------------------------------------------

@@ -30,6 +30,7 @@ class TextFront:
         default_params: parameters of requests that have none.
         max_model_len: most tokens of a request, prompt and output together.
         max_batch_size: most requests that run at once.
+        vocab_size: number of tokens that the model knows.
         eos_token_ids: tokens that end an output.
         scan_stop: finds stop strings.
         trust_chat_template: render the tokenizer's chat template in this process; see `render_chat`.
@@ -39,6 +40,7 @@ class TextFront:
         default_params: see above.
         max_model_len: see above.
         max_batch_size: see above.
+        vocab_size: see above.
         trust_chat_template: see above.
 
     Raises:
@@ -52,12 +54,13 @@ class TextFront:
         *,
         max_model_len: int,
         max_batch_size: int,
+        vocab_size: int,
         eos_token_ids: Collection[int] = (),
         scan_stop: ScanStop = scan_stop,
         trust_chat_template: bool = True,
     ) -> None:
         self.tokenizer, self.default_params, self.trust_chat_template = tokenizer, default_params, trust_chat_template
-        self.max_model_len, self.max_batch_size = max_model_len, max_batch_size
+        self.max_model_len, self.max_batch_size, self.vocab_size = max_model_len, max_batch_size, vocab_size
         backend = NO_WORDS if tokenizer is None else getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(

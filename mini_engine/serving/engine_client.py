@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from mini_engine.errors import MiniEngineError
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
+from mini_engine.request import check_prompt
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import QueueFullError
 from mini_engine.serving.engine_loop import (
@@ -147,16 +148,20 @@ class EngineClient:
             raise ShuttingDownError("the server is shutting down; send the request to another one")
         if not self.is_alive:
             raise MiniEngineError(ENDED)
+        for prompt in prompts:
+            check_prompt(prompt, self.front.vocab_size, self.front.max_model_len)
         several, more = self.front.core_params(params), params.n * len(prompts)
         if self.num_outputs + more > self._most:
             raise QueueFullError(f"{self.num_outputs} outputs run or wait, and {self._most} may; send it again later")
-        self.num_outputs += more
         inbox, numbers = Inbox(), self._take_numbers(more)
-        firsts = numbers[:: params.n]
+        firsts, texts = numbers[:: params.n], dict[int, tuple[Inbox, TextRequest]]()
         for index, (first, prompt) in enumerate(zip(firsts, prompts, strict=True)):
-            owner, tokens = PromptOutputs(index, list(prompt), params, inbox.pieces), list(prompt)
+            tokens = list(prompt)
+            owner = PromptOutputs(index, tokens, params, inbox.pieces)
             for i, core in enumerate(several):
-                self._texts[first + i] = inbox, self.front.new_text(owner, i, core, tokens, each_step)
+                texts[first + i] = inbox, self.front.new_text(owner, i, core, tokens, each_step)
+        self._texts |= texts
+        self.num_outputs += more
         unfinished = set(range(len(prompts)))
         try:
             for first, prompt in zip(firsts, prompts, strict=True):

@@ -177,6 +177,22 @@ def test_an_output_that_cannot_be_decoded_ends_alone(monkeypatch: pytest.MonkeyP
     assert not engine.engine.requests
 
 
+@pytest.mark.parametrize("prompt", [[], [3, 2**40], [-1], [10**6], [3] * 10_000], ids=lambda own: f"{own}"[:12])
+def test_a_prompt_that_cannot_be_served_is_refused_at_once(prompt: list[int]) -> None:
+    engine = load_small()
+    client = start_thread(engine, ServerOptions())
+
+    async def run() -> None:
+        client.start()
+        with pytest.raises(RequestError):
+            await anext(client.stream([[3, 4], prompt], GREEDY, each_step=True))
+        assert client.num_outputs == 0 and not client._texts
+        await client.close()
+
+    in_a_thread(asyncio.run, run())
+    assert engine.engine.metrics.steps == 0
+
+
 def all_of(error: type[MiniEngineError]) -> list[type[MiniEngineError]]:
     return [error, *(own for sub in error.__subclasses__() for own in all_of(sub))]
 

@@ -817,15 +817,15 @@ def test_another_thread_may_close_its_stream_while_its_end_is_delivered(monkeypa
     llm = front_end(LETTERS)
     short = llm.stream_batch([PROMPTS[1]], replace(GREEDY, max_tokens=2, ignore_eos=True))
     next(short)
-    read = llm._read
+    deliver = llm._deliver
 
-    def closed_meanwhile(text):
-        if text.request.finish_reason and text.owner.prompt == PROMPTS[1]:
+    def closed_meanwhile(request, text, report):
+        if request.finish_reason and text.owner.prompt == PROMPTS[1]:
             closing = threading.Thread(target=short.close)
             closing.start()
             time.sleep(0.2)  # `close` has forgotten the stream, and waits for the engine
-        return read(text)
+        deliver(request, text, report)
 
-    monkeypatch.setattr(llm, "_read", closed_meanwhile)
+    monkeypatch.setattr(llm, "_deliver", closed_meanwhile)
     (output,) = llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=6))
     assert output.finish_reason == "length"

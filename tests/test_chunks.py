@@ -140,7 +140,7 @@ def test_log_probabilities_of_a_prompt_begin_behind_its_chunks(names):
         token_ids, logprobs, rank = request.logprobs[first + i]
         assert token_ids[0] == token and abs(logprobs[0] - float(want[i, token])) < 1e-9
         assert rank == int((want[i] >= want[i, token]).sum())
-    assert prompt_logprobs(request, str)[:first] == [None] * first
+    assert prompt_logprobs(request)[:first] == [None] * first
 
 
 # --- rotation ---------------------------------------------------------------------------------------------------------

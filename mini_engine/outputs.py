@@ -210,7 +210,7 @@ class Piece:
         text: new text, possibly empty.
         num_tokens: new tokens.
         output: the whole output, once the request has ended.
-        step: the step that collected the tokens; None for a request that was refused.
+        step: the step that collected the tokens; None for a request that was refused, or if it ran in another process.
         completion: number of the output that the text belongs to, among the `n` of the prompt.
         logprobs: log probabilities of the new tokens, if the parameters ask for them and each step is delivered.
         finish_reason: why the output has ended; None while it goes on.

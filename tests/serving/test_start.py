@@ -113,7 +113,7 @@ def check_logprobs(found: Logprobs, want: Logprobs) -> None:
 
 
 WORDY = replace(LONG, logprobs=2, prompt_logprobs=1)
-STOPPED = replace(LONG, n=2, seed=3, temperature=1.0, stop=["the", "a"])
+STOPPED = replace(LONG, n=2, seed=3, temperature=1.0, stop=["w1", "w4"])
 
 
 @pytest.mark.parametrize("params", [GREEDY, LONG, WORDY, STOPPED], ids=["ended", "long", "logprobs", "stopped"])
@@ -137,6 +137,9 @@ def test_text_is_the_same_on_the_other_side_of_the_pipe(params: SamplingParams, 
         await client.close()
 
     in_a_thread(asyncio.run, run())
+    assert sorted(outputs) == [0, 1, 2]
+    if params.stop:
+        assert all(own.finish_reason == "stop" for output in want for own in output.outputs)
     for index, output in outputs.items():
         assert output.prompt == output.prompt_token_ids == prompts[index]
         check_logprobs(output.prompt_logprobs, want[index].prompt_logprobs)

@@ -31,6 +31,7 @@ from mini_engine.models.batch_invariant import batch_invariant
 from mini_engine.models.transform import prepare_weights
 from mini_engine.outputs import EngineMetrics, StepReport
 from mini_engine.parts import Parts
+from mini_engine.piecewise_graphs import piece_sizes
 from mini_engine.recovery import Recovery
 from mini_engine.request import Context, FinishReason, Request, check_prompt, end_tokens
 from mini_engine.sampling_params import SamplingParams, check_tokens
@@ -341,6 +342,7 @@ class LLMEngine:
             config,
             graph_sizes=config.cuda_graph_batch_sizes,
             persistent=_persistent_decode(model, config, specs, cache),
+            piece_sizes=piece_sizes(config, model.device),
             num_layer_groups=len(groups),
             parts=self.parts,
         )

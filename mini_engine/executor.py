@@ -7,6 +7,7 @@ step while the device still computes this one. Explained in chapter 07.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from mini_engine.kv_cache.paged import PagedKVCache
 from mini_engine.logprobs import LogprobArrays, LogprobRows
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
+from mini_engine.piecewise_graphs import PiecewiseGraphs
 from mini_engine.sampler import Logprobs, Sampler, logprobs_of
 from mini_engine.step_input import GroupPages, SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
@@ -62,6 +64,7 @@ class LocalExecutor:
         config: the engine's options, with every default resolved.
         graph_sizes: numbers of requests for which decode steps are captured as CUDA graphs, ascending.
         persistent: computes captured steps of a few requests instead of the model; None if the model does.
+        piece_sizes: numbers of tokens for which the pieces of other steps are captured, ascending.
         num_layer_groups: groups of layers that have page tables of their own.
         parts: the engine's replaceable parts.
     """
@@ -75,11 +78,13 @@ class LocalExecutor:
         *,
         graph_sizes: Sequence[int],
         persistent: "PersistentDecode | None",
+        piece_sizes: Sequence[int] = (),
         num_layer_groups: int = 1,
         parts: "Parts",
     ) -> None:
         self.model, self.backend, self.cache = model, backend, cache
-        self._compute = bind_layers(model, backend, config.batch_invariant)
+        bind = partial(bind_layers, model, batch_invariant=config.batch_invariant)
+        self._compute = bind(backend)
         self._persistent, self._device = persistent, model.device
         self._sampler = Sampler(config.max_batch_size, model.config.vocab_size, self._device, parts.sample)
         self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
@@ -95,6 +100,14 @@ class LocalExecutor:
             device=self._device,
             pad=parts.pad_decodes,
             num_layer_groups=num_layer_groups,
+        )
+        self._pieces = PiecewiseGraphs(
+            piece_sizes,
+            bind,
+            backend,
+            padding_slot=(cache.num_pages - 1) * cache.page_size,
+            dtype=model.dtype,
+            device=self._device,
         )
         # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
         self._buffers = [
@@ -148,6 +161,8 @@ class LocalExecutor:
             self._sampler.warm_up(self.model.dtype)
         for size in reversed(self._graphs.sizes):  # smaller graphs fit into the memory of the largest
             self._graphs.get(size)
+        for size in reversed(self._pieces.sizes):
+            self._pieces.get(size)
 
     def reset(self) -> None:
         """Wait for the device to finish, then forget the requests of earlier steps."""
@@ -228,7 +243,10 @@ class LocalExecutor:
 
     def _forward(self, batch: StepBatch) -> Float[Tensor, "T hidden"]:
         self.backend.plan(batch)
-        return self._compute(batch.feed(self._last_token), batch.positions)
+        token_ids = batch.feed(self._last_token)
+        if size := self._pieces.size_for(batch.num_tokens):
+            return self._pieces.run(size, token_ids, batch.positions, batch.slot_mapping)
+        return self._compute(token_ids, batch.positions)
 
     def _plan_decode(self, batch: StepBatch) -> None:
         """Prepare a step that a CUDA graph replays."""

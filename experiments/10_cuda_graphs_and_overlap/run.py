@@ -1,4 +1,4 @@
-"""CUDA graphs and overlap: decode steps launched kernel by kernel and from a graph, at pipeline depths 0 and 1.
+"""CUDA graphs and overlap: steps launched kernel by kernel, from a graph and in pieces, at pipeline depths 0 and 1.
 
     python experiments/10_cuda_graphs_and_overlap/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
     python experiments/10_cuda_graphs_and_overlap/run.py --draw | --predict
@@ -56,8 +56,9 @@ from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "10_cuda_graphs_and_overlap"
 HERE = Path(__file__).resolve().parent
-SECTIONS = STEPS, PADDING, IDLE, ENGINE, START = "steps", "padding", "idle", "engine", "start"
+SECTIONS = STEPS, PADDING, PROMPTS, IDLE, ENGINE, START = "steps", "padding", "prompts", "idle", "engine", "start"
 STEP_BOUND = "one read of the weights and of all keys and values, at the measured bandwidth"
+MIXED_BOUND = "each product and each attention, one after another, at the machine's rates"
 NO_BOUND = "none: a count"
 NO_START_BOUND = "none: Python, the driver and the disk"
 IMAGES, END_OF_IMAGES = "<!-- timelines -->", "<!-- end of timelines -->"
@@ -95,6 +96,8 @@ class Options:
         between: requests of the steps that are padded.
         multiples: sizes of the graphs that a step is padded to, as the engine chooses them by default on a GPU.
         prompt: tokens of each prompt.
+        prompts: tokens of the prompts that are computed beside decodes.
+        beside: requests that decode beside them.
         steps: in one repetition.
         repetitions: of each figure; what is compared takes turns.
         traced: requests of the steps whose timelines are recorded.
@@ -107,6 +110,8 @@ class Options:
     between: tuple[int, ...]
     multiples: tuple[int, ...]
     prompt: int
+    prompts: tuple[int, ...]
+    beside: int
     steps: int
     repetitions: int
     traced: tuple[int, ...] = ()
@@ -118,7 +123,7 @@ TINY = Qwen3Config(
     architectures=["Qwen3ForCausalLM"],
 )  # fmt: skip
 OPTIONS = {
-    "cpu": Options(TINY, torch.float32, "torch", (1, 3), (3,), (1, 2, 4, 8), 12, 3, 3),
+    "cpu": Options(TINY, torch.float32, "torch", (1, 3), (3,), (1, 2, 4, 8), 12, (9,), 2, 3, 3),
     "cuda": Options(
         QWEN3_0_6B,
         torch.bfloat16,
@@ -127,6 +132,8 @@ OPTIONS = {
         (3, 5, 7, 9, 17, 33, 65, 100, 129, 200, 249),
         (1, 2, 4, *range(8, 257, 8)),
         256,
+        (32, 128, 448, 960, 1984, 4032),
+        64,
         20,
         5,
         (1, 256),
@@ -151,18 +158,30 @@ class SteadyDecode:
         sizes: of the CUDA graphs; none launches kernel by kernel.
         depth: the pipeline depth.
         num_steps: decode steps that the pages have room for.
+        spare_rows: requests that may run beside them.
+        longest_prompt: most tokens of these.
     """
 
     def __init__(
-        self, model: CausalLM, options: Options, requests: int, sizes: Sequence[int], depth: int, num_steps: int
+        self,
+        model: CausalLM,
+        options: Options,
+        requests: int,
+        sizes: Sequence[int],
+        depth: int,
+        num_steps: int,
+        *,
+        spare_rows: int = 0,
+        longest_prompt: int = 0,
     ) -> None:
         longest = options.prompt + WARM_UP + num_steps + 8
+        of_each = (requests, longest), (spare_rows, longest_prompt)
         config = EngineConfig(
             attn_backend=options.attn_backend,
-            num_pages=requests * (-(-longest // PAGE_SIZE) + 1),
+            num_pages=sum(count * (-(-tokens // PAGE_SIZE) + 1) for count, tokens in of_each),
             page_size=PAGE_SIZE,
-            max_batch_size=requests,
-            max_model_len=longest,
+            max_batch_size=requests + spare_rows,
+            max_model_len=max(longest, longest_prompt + 8),
             max_num_batched_tokens=8192,
             pipeline_depth=depth,
             cuda_graph_batch_sizes=tuple(sizes),
@@ -287,6 +306,75 @@ def padding_rows(model: CausalLM, options: Options, machine: Machine) -> list[re
             case: dict[str, results.Setting] = {"graphs": name, "requests": requests, "rows of the graph": rows_run}
             rows.append(seconds_row("padded step", own, bound, STEP_BOUND, case))
         show(rows[-len(sizes) :])
+        del running
+        free_memory()
+    return rows
+
+
+# --- steps that compute a prompt -------------------------------------------------------------------------------------
+
+
+class MixedSteps(SteadyDecode):
+    """Requests that decode, and in each step a new prompt beside them.
+
+    Args:
+        model: the model.
+        options: what is measured.
+        tokens: of each prompt.
+        in_pieces: whether the steps are launched in pieces; otherwise kernel by kernel.
+        num_steps: steps that the pages have room for.
+    """
+
+    def __init__(self, model: CausalLM, options: Options, tokens: int, in_pieces: bool, num_steps: int) -> None:
+        self._num_prompts, self._prompt = 0, [j % min(1000, model.config.vocab_size) for j in range(tokens)]
+        sizes = (options.beside,) if in_pieces else ()
+        super().__init__(model, options, options.beside, sizes, 1, num_steps, spare_rows=4, longest_prompt=tokens)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            params = SamplingParams(temperature=0.6, max_tokens=1, seed=self._num_prompts)
+            self._num_prompts += 1
+            self.engine.add_request(f"prompt {self._num_prompts}", self._prompt, params)
+            self.engine.step()
+
+    def seconds(self, num_steps: int) -> float:
+        """Seconds of a step, in a row of them."""
+        self.synchronize()
+        self.run(2)
+        finished, start = self.engine.metrics.finished, time.perf_counter()
+        self.run(num_steps)
+        seconds = (time.perf_counter() - start) / num_steps
+        assert self.engine.metrics.finished - finished == num_steps, "not every step has ended one prompt"
+        return seconds
+
+
+def mixed_seconds(
+    shape: ModelShape, requests: int, tokens: int, keys: int, dtype_bytes: int, machine: Machine
+) -> float:
+    """The least seconds of a step that computes a prompt beside decodes, each operator at its own bound."""
+    heads = shape.num_qo_heads, shape.num_kv_heads, shape.head_dim
+    layer = decoder_layer_costs(shape, 1, 1, dtype_bytes, requests + tokens)
+    layer["attention"] = attention_cost(1, keys, *heads, dtype_bytes) * requests
+    layer["attention"] += attention_cost(tokens, tokens, *heads, dtype_bytes)
+    lm_head = linear_cost(requests + 1, shape.hidden_size, shape.vocab_size, dtype_bytes)
+    return shape.num_layers * sum(cost.seconds(machine) for cost in layer.values()) + lm_head.seconds(machine)
+
+
+def prompt_rows(model: CausalLM, options: Options, machine: Machine) -> list[results.Row]:
+    """Seconds of a step that computes a prompt beside decodes, in pieces and kernel by kernel."""
+    rows = []
+    num_steps = (options.steps + 2) * (options.repetitions + 1) + 10
+    for tokens in options.prompts:
+        running = {
+            launch: MixedSteps(model, options, tokens, launch == "pieces", num_steps)
+            for launch in ("kernel by kernel", "pieces")
+        }
+        shape = model_shape(model.config)
+        bound = mixed_seconds(shape, options.beside, tokens, keys_of(options), model.dtype.itemsize, machine)
+        for launch, own in in_turns(running, options).items():
+            case: dict[str, results.Setting] = {"launch": launch, "prompt": tokens, "decodes": options.beside}
+            rows.append(seconds_row("step with a prompt", own, bound, MIXED_BOUND, case))
+        show(rows[-len(running) :])
         del running
         free_memory()
     return rows
@@ -637,6 +725,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows = step_rows(model, options, machine)
         elif section == PADDING:
             rows = padding_rows(model, options, machine)
+        elif section == PROMPTS:
+            rows = prompt_rows(model, options, machine)
         elif section == IDLE and options.traced:
             rows, timelines = idle_rows(model, options)
         elif section == ENGINE and device.type == "cuda":

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mini_engine.attention.mla import UpProjections
@@ -91,6 +91,9 @@ class AttentionBackend(ABC):
         bypasses: names of the parts that the backend does not use, or uses only in some cases.
         planner: finds the levels of each step; None if the backend does not use levels.
         takes_stored_keys: whether `run` may follow a kernel that has itself stored the step's keys, at `slot_mapping`.
+        slot_mapping: [T] slots of the step's keys and values, for such kernels.
+        waits_for_keys: whether a kernel of the backend that starts before the previous one has ended (programmatic
+            dependent launch) waits for it before it reads any key that the step stores.
         takes_single_queries: whether each new token of a decode is a sequence of its own in the steps of the backend
             (`StepInput.with_single_queries`).
         captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
@@ -107,6 +110,8 @@ class AttentionBackend(ABC):
     planner: Any = None
     captures: ClassVar[bool] = False
     takes_stored_keys: ClassVar[bool] = False
+    slot_mapping: Int[Tensor, " T"]
+    waits_for_keys: bool = False
     takes_single_queries: ClassVar[bool] = False
     outputs_apart: ClassVar[bool] = False
     sinks: Mapping[int, Float[Tensor, " Hq"]] = MappingProxyType({})

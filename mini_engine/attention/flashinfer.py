@@ -159,7 +159,7 @@ class Decodes(ABC):
 
     Attributes:
         returns_lse: whether the result can be merged with that of levels, or with sinks.
-        waits_for_keys: see `PagedBackend`.
+        waits_for_keys: see `AttentionBackend`.
     """
 
     returns_lse: ClassVar[bool] = True

@@ -48,9 +48,6 @@ class PagedBackend(AttentionBackend):
         costs: determine which levels pay off.
 
     Attributes:
-        slot_mapping: [T] slots of the step's keys and values, for kernels that store them themselves.
-        waits_for_keys: whether a kernel that starts before the previous one has ended (programmatic dependent launch)
-            waits for it before it reads any key that the step stores.
         prompts: class of the prompts' kernels.
         wrappers: FlashInfer's wrappers, and the plans of other kernels.
     """

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mini_engine.attention.paged import PagedBackend
+from mini_engine.attention.backend import AttentionBackend
 from mini_engine.kernels import gemv
 from mini_engine.kernels.fused_products import add_product, gate_up_swiglu, most_tokens, qkv_append
 from mini_engine.kernels.moe import add_experts
@@ -58,7 +58,7 @@ class FusedLayer:
         x: Float[Tensor, "T hidden"],
         cos: Float[Tensor, "T half"],
         sin: Float[Tensor, "T half"],
-        attend: PagedBackend,
+        attend: AttentionBackend,
     ) -> Float[Tensor, "T hidden"]:
         """Compute a layer; the arguments are those of `llama.decoder_layer`, and `x` is changed in place."""
         attention, mlp, index, eps = layer.attention, layer.mlp, layer.spec.layer, layer.eps
@@ -95,7 +95,7 @@ class AdaptiveFusedLayer(FusedLayer):
         x: Float[Tensor, "T hidden"],
         cos: Float[Tensor, "T half"],
         sin: Float[Tensor, "T half"],
-        attend: PagedBackend,
+        attend: AttentionBackend,
     ) -> Float[Tensor, "T hidden"]:
         """Compute a layer; the arguments are those of `FusedLayer`."""
         if len(x) > max(self._most_tokens, gemv.MOST_TOKENS):

@@ -11,7 +11,7 @@ import flashinfer
 from jaxtyping import Float
 from torch import Tensor
 
-from mini_engine.attention.paged import PagedBackend
+from mini_engine.attention.backend import AttentionBackend
 from mini_engine.kernels.fp8_products import apply_scales, multiply, quantize_swiglu, quantize_tokens
 from mini_engine.kernels.quantized_matmul import GPUKernel
 from mini_engine.kernels.quantized_products import MOST_TOKENS, PackedWeight, add_product, gate_up_swiglu, project
@@ -57,7 +57,7 @@ class QuantizedLayer:
         x: Float[Tensor, "T hidden"],
         cos: Float[Tensor, "T half"],
         sin: Float[Tensor, "T half"],
-        attend: PagedBackend,
+        attend: AttentionBackend,
     ) -> Float[Tensor, "T hidden"]:
         """Compute a layer; the arguments are those of `llama.decoder_layer`, and `x` is changed in place."""
         attention, mlp, index, eps, pdl = layer.attention, layer.mlp, layer.spec.layer, layer.eps, self._pdl

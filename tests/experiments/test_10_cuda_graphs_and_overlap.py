@@ -36,7 +36,7 @@ def test_the_script_on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "measure_machine", lambda device, dtype: MACHINE)
     readme = (FOLDER / "README.md").read_bytes()
     run.main(["--device", "cpu", "--out", str(tmp_path), "--only", "steps"])
-    run.main(["--device", "cpu", "--out", str(tmp_path), "--only", "padding", "idle", "engine"])
+    run.main(["--device", "cpu", "--out", str(tmp_path), "--only", "padding", "prompts", "idle", "engine"])
     assert (FOLDER / "README.md").read_bytes() == readme
     [result] = results.load(EXPERIMENT, tmp_path)
     steps = [row for row in result.rows if row.figure == "step"]
@@ -44,8 +44,10 @@ def test_the_script_on_a_cpu(monkeypatch, tmp_path):
     assert [tuple(row.case.values()) for row in steps] == [(*way, n) for n in OPTIONS.batch_sizes for way in ways]
     padded = [row for row in result.rows if row.figure == "padded step"]
     assert [row.case["rows of the graph"] for row in padded] == [3, 4, 4]
-    assert all(row.spread[0] <= row.value <= row.spread[1] and row.bound > 0 for row in steps + padded)
-    assert len(result.rows) == len(steps) + len(padded)
+    mixed = [row for row in result.rows if row.figure == "step with a prompt"]
+    assert [row.case["launch"] for row in mixed] == ["kernel by kernel", "pieces"]
+    assert all(row.spread[0] <= row.value <= row.spread[1] and row.bound > 0 for row in steps + padded + mixed)
+    assert len(result.rows) == len(steps) + len(padded) + len(mixed)
 
 
 def test_a_steady_decode_stays_steady_and_gives_the_same_tokens_in_all_ways(model):

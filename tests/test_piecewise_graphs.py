@@ -167,12 +167,12 @@ def test_requests_get_the_same_tokens_from_pieces(lengths: list[int], seed: int)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "deepseek_v2"])
-def test_pieces_of_all_families(family: str) -> None:
-    """Whose layers store nothing themselves: the entry is stored between two pieces."""
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_captured_pieces_whose_layers_store_nothing(family: str) -> None:
+    """Keys and values are stored between two pieces."""
     pytest.importorskip("flashinfer")
-    changes: dict[str, Any] = {"head_dim": 64} if family != "gpt2" else {"n_embd": 256}
-    theirs = transformers_model(family, seed=2, dtype=torch.float16, **changes)
+    changes: dict[str, Any] = {"n_embd": 256} if family == "gpt2" else {"hidden_size": 256, "head_dim": 64}
+    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, **changes)
     model = our_model(theirs, parts=Parts()).to("cuda")
     steps, by_kernel = (Steps(model, "flashinfer", (64,)) for _ in range(2))
     for num_new, kv_lens in (([1, 1, 9, 53], [33, 16, 9, 83]), ([64], [64])):

@@ -90,8 +90,9 @@ class EngineConfig:
         pipeline_depth: steps that the host launches ahead of the results that it has read: 0 or 1; default 1 on a GPU
             and 0 on a CPU.
         cuda_graph_batch_sizes: numbers of requests for which a decode step is captured as a CUDA graph. A smaller step
-            is padded to the next size; a larger step is launched kernel by kernel. Default 1, 2, 4, multiples of 8 and
-            `max_batch_size` on a GPU, if the backend's kernels can be captured, and none on a CPU.
+            is padded to the next size. All other steps of up to 2,048 tokens are then launched in pieces, which are
+            CUDA graphs, too, and larger ones kernel by kernel. Default 1, 2, 4, multiples of 8 and `max_batch_size` on
+            a GPU, if the backend's kernels can be captured, and none on a CPU.
         enforce_eager: launch every step kernel by kernel, without CUDA graphs.
         persistent_decode: compute a decode step of a few requests in one custom CUDA kernel, for Llama and Qwen3 in
             bfloat16 on a Hopper GPU: of a single request with weights quantized or not, and with either

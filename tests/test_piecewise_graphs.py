@@ -127,7 +127,7 @@ class Steps:
 def test_captured_pieces_compute_the_layers(family: str, attn_backend: str) -> None:
     """Without padding, they launch the same kernels, so all bits are equal; padding changes rounding alone."""
     pytest.importorskip("flashinfer")
-    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=64, hidden_size=64)
+    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=128, hidden_size=64)
     model = our_model(copy.deepcopy(theirs), parts=default_parts(torch.device("cuda"))).to("cuda")
     steps, by_kernel = (Steps(model, attn_backend, (64, 128)) for _ in range(2))
     for num_new, kv_lens in (([1, 1, 9, 53], [33, 16, 9, 83]), ([64], [64]), ([1, 1, 62, 64], [40, 7, 62, 70])):
@@ -150,7 +150,7 @@ def test_captured_pieces_compute_the_layers(family: str, attn_backend: str) -> N
 def test_requests_get_the_same_tokens_from_pieces(lengths: list[int], seed: int) -> None:
     """In a batch-invariant engine: prompts that arrive one after another, beside the decodes of the earlier ones."""
     pytest.importorskip("flashinfer")
-    changes = {"head_dim": 64, "hidden_size": 64, "max_position_embeddings": 512}
+    changes = {"head_dim": 128, "hidden_size": 64, "max_position_embeddings": 512, "vocab_size": 64}
     theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, **changes)
     model = our_model(theirs, parts=default_parts(torch.device("cuda"))).to("cuda")
     generator = torch.Generator().manual_seed(seed)
@@ -171,7 +171,7 @@ def test_requests_get_the_same_tokens_from_pieces(lengths: list[int], seed: int)
 def test_captured_pieces_whose_layers_store_nothing(family: str) -> None:
     """Keys and values are stored between two pieces."""
     pytest.importorskip("flashinfer")
-    changes: dict[str, Any] = {"n_embd": 256} if family == "gpt2" else {"hidden_size": 256, "head_dim": 64}
+    changes: dict[str, Any] = {"n_embd": 512} if family == "gpt2" else {"hidden_size": 512, "head_dim": 128}
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, **changes)
     model = our_model(theirs, parts=Parts()).to("cuda")
     steps, by_kernel = (Steps(model, "flashinfer", (64,)) for _ in range(2))

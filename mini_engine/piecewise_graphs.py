@@ -12,9 +12,8 @@ Explained in chapter 12.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +27,7 @@ from mini_engine.transfer import borrow
 # Numbers of tokens. From about 2,000 on the device takes longer than the launches (Qwen3-0.6B on an H200).
 SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
 Forward = Callable[[Tensor, Tensor], Tensor]  # takes token ids and positions, and returns hidden states
+Shape = tuple[int, int]  # query heads, and the size of a head of values
 Attended = Callable[..., Tensor]  # takes a layer, its queries, and an entry unless the model has stored it
 
 
@@ -79,13 +79,11 @@ class Piece:
         graph: computes `inputs`.
         layer: the layer that attends.
         inputs: the padded queries, and the entry unless the graph has stored it.
-        out: receives the attention of the queries, which the next graph reads.
     """
 
     graph: torch.cuda.CUDAGraph
     layer: int
     inputs: tuple[Tensor, ...]
-    out: Tensor
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,8 @@ class PiecewiseGraphs:
         self._token_ids, self._positions = (torch.zeros(largest, dtype=torch.int64, device=device) for _ in range(2))
         self._slots = torch.full((largest,), padding_slot, dtype=torch.int64, device=device)
         # Of each shape one, in which the attention of all layers takes turns. Zeros, so that the padding stays finite.
-        shapes = {(spec.num_qo_heads, spec.value_dim) for spec in backend.specs}
-        self._outs = {shape: torch.zeros(largest, *shape, dtype=dtype, device=device) for shape in shapes}
+        self._shapes = [(spec.num_qo_heads, spec.value_dim) for spec in backend.specs]
+        self._outs = {shape: torch.zeros(largest, *shape, dtype=dtype, device=device) for shape in set(self._shapes)}
         self._cut = Cut(backend)
         self._forward = bind(self._cut)
         self._captured: dict[int, Pieces] = {}
@@ -167,11 +165,17 @@ class PiecewiseGraphs:
         pieces = self.get(size) if self._device.type == "cuda" else None  # before the arrays: a capture overwrites them
         self._token_ids[:num_tokens], self._positions[:num_tokens] = token_ids, positions
         self._slots[:num_tokens], self._slots[num_tokens:size] = slot_mapping, self._padding_slot
+        outs = {shape: out[:num_tokens] for shape, out in self._outs.items()}
         if pieces is None:
-            return self._run_model(size, partial(self._attend, num_tokens))[:num_tokens]
+
+            def attend(layer: int, *inputs: Tensor) -> Tensor:
+                self._attend(num_tokens, outs, layer, *inputs)
+                return self._out(layer)[:size]
+
+            return self._run_model(size, attend)[:num_tokens]
         for piece in pieces.before:
             piece.graph.replay()
-            self._attend(num_tokens, piece.layer, *piece.inputs, out=piece.out)
+            self._attend(num_tokens, outs, piece.layer, *piece.inputs)
         pieces.last.replay()
         return pieces.hidden[:num_tokens]
 
@@ -181,16 +185,14 @@ class PiecewiseGraphs:
             self._captured[size] = self._capture(size)
         return self._captured[size]
 
-    def _attend(self, num_tokens: int, layer: int, *inputs: Tensor, out: Tensor | None = None) -> Tensor:
-        """Attend to the first tokens, without the padding, and return the attention with the padding."""
-        out = self._out(layer, len(inputs[0])) if out is None else out
-        own = [tensor[:num_tokens] for tensor in inputs]
-        out[:num_tokens] = self._backend(layer, *own) if len(own) > 1 else self._backend.run(layer, *own)
-        return out
+    def _attend(self, num_tokens: int, outs: Mapping[Shape, Tensor], layer: int, q: Tensor, *entry: Tensor) -> None:
+        """Compute the attention of a step's tokens, without the padding, where the next piece reads it."""
+        if entry:
+            self._backend.append(layer, *(tensor[:num_tokens] for tensor in entry))
+        self._backend.run_into(layer, q[:num_tokens], outs[self._shapes[layer]])
 
-    def _out(self, layer: int, size: int) -> Float[Tensor, "n Hq Dv"]:
-        spec = self._backend.specs[layer]
-        return self._outs[spec.num_qo_heads, spec.value_dim][:size]
+    def _out(self, layer: int) -> Float[Tensor, "n Hq Dv"]:
+        return self._outs[self._shapes[layer]]
 
     def _run_model(self, size: int, attend: Attended) -> Float[Tensor, "n hidden"]:
         self._cut.attend, self._cut.slot_mapping = attend, self._slots[:size]
@@ -204,16 +206,15 @@ class PiecewiseGraphs:
         def cut(layer: int, *inputs: Tensor) -> Tensor:
             nonlocal graph
             graph.capture_end()
-            out = self._out(layer, size)
-            pieces.append(Piece(graph, layer, tuple(map(borrow, inputs)), out))  # later pieces may use their memory
+            pieces.append(Piece(graph, layer, tuple(map(borrow, inputs))))  # later pieces may use their memory
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(self._pool)
-            return out
+            return self._out(layer)[:size]
 
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self._run_model(size, lambda layer, *_: self._out(layer, size))  # see `DecodeGraphs`
+            self._run_model(size, lambda layer, *_: self._out(layer)[:size])  # see `DecodeGraphs`
             torch.cuda.synchronize(self._device)
             graph.capture_begin(self._pool)
             try:

@@ -132,6 +132,16 @@ class AttentionBackend(ABC):
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq Dv"]:
         """Compute the attention of each query of the step over all keys that it may see, including the new ones."""
 
+    def run_into(self, layer: int, q: Float[Tensor, "T Hq D"], out: Float[Tensor, "T Hq Dv"]) -> None:
+        """Compute the result of `run` in memory of the caller.
+
+        Args:
+            layer: as for `run`.
+            q: the same.
+            out: contiguous; overwritten.
+        """
+        out.copy_(self.run(layer, q))
+
     def __call__(
         self, layer: int, q: Float[Tensor, "T Hq D"], *entry: Float[Tensor, "T _ _"]
     ) -> Float[Tensor, "T Hq Dv"]:

@@ -68,6 +68,10 @@ class GroupedBackend(AttentionBackend):
         backend, index = self._places[layer]
         return backend.run(index, q)
 
+    def run_into(self, layer: int, q: Float[Tensor, "T Hq D"], out: Float[Tensor, "T Hq Dv"]) -> None:
+        backend, index = self._places[layer]
+        backend.run_into(index, q, out)
+
 
 def create_grouped_backend(
     name: str,

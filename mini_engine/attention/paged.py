@@ -136,9 +136,13 @@ class PagedBackend(AttentionBackend):
         )
 
     def run(self, layer: int, q: Float[Tensor, "T Hq D"]) -> Float[Tensor, "T Hq D"]:
+        out = q.new_empty(q.shape)
+        self.run_into(layer, q, out)
+        return out
+
+    def run_into(self, layer: int, q: Float[Tensor, "T Hq D"], out: Float[Tensor, "T Hq D"]) -> None:
         pages, kind = self.cache.layers[layer], self._kinds[layer]
         planned, scales = self._planned[kind], kind.scales
-        out = q.new_empty(q.shape)
         has_levels = self._levels is not None and kind in self._merged
         if has_levels or kind.has_sinks:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -148,13 +152,12 @@ class PagedBackend(AttentionBackend):
                 self._levels.merge(self.specs[layer], kind, q, out, lse)
             if kind.has_sinks:  # last, so that they count once
                 merge_sinks(out, lse, self.sinks[layer])
-            return out
-        if len(planned) == 1:  # views cost host time
+        elif len(planned) == 1:  # views cost host time
             [(_, wrapper)] = planned
-            return wrapper.run(q, pages, out=out, **scales)
-        for tokens, wrapper in planned:
-            wrapper.run(q[tokens], pages, out=out[tokens], **scales)
-        return out
+            wrapper.run(q, pages, out=out, **scales)
+        else:
+            for tokens, wrapper in planned:
+                wrapper.run(q[tokens], pages, out=out[tokens], **scales)
 
     def _plan_kind(self, batch: StepBatch, count: int, kind: LayerKind) -> list[tuple[slice, Any]]:
         """Plan a kind of layer: its tokens, and what computes them."""

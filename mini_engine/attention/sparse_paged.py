@@ -56,3 +56,9 @@ class SparsePagedBackend(PagedBackend):
         _, prompts = self._planned[self._kinds[layer]][-1]  # after the decodes
         prompts.run(q[count:], self.cache.layers[layer], out=out[count:])
         return out
+
+    def run_into(self, layer: int, q: Float[Tensor, "T Hq D"], out: Float[Tensor, "T Hq D"]) -> None:
+        if self.specs[layer].key_budget is None:
+            super().run_into(layer, q, out)
+        else:
+            out.copy_(self.run(layer, q))

@@ -403,7 +403,7 @@ def check_published_shape(config, attn_backend: str, device: torch.device) -> No
     config = type(config)(**config.to_dict() | {"tie_word_embeddings": False})
     theirs = random_transformers_model(config, torch.bfloat16, device)
     inference = Inference(
-        theirs, NO_WORDS, max_seq_length=8192, n_pages=64, page_size=128, max_batch_size=16, attn_backend=attn_backend,
+        theirs, NO_WORDS, max_seq_length=5632, n_pages=44, page_size=128, max_batch_size=16, attn_backend=attn_backend,
         max_num_batched_tokens=1024,
     )  # fmt: skip
     lengths = [5000, 1, 127, 128, 129, 700, 900, 500, 250, 31]

@@ -1,4 +1,4 @@
-"""Measure latency under load: by offered load, stalls by the tokens of a step, a server's cost, rates by batch size.
+"""Measure latency under load: by offered load and by the tokens of a step, a server's cost, rates by batch size.
 
     python experiments/21_latency_under_load/run.py [--device cpu|cuda] [--out DIR] [--only SECTION ...]
         [--engines mini_engine transformers vllm]
@@ -53,12 +53,13 @@ from mini_engine.roofline import Machine, measure_machine
 from mini_engine.sampling_params import SamplingParams
 
 EXPERIMENT = "21_latency_under_load"
-SECTIONS = RATES, STALL, OVERHEAD, PARETO = "rates", "stall", "overhead", "pareto"
+SECTIONS = RATES, CHUNKS, STALL, OVERHEAD, PARETO = "rates", "chunks", "stall", "overhead", "pareto"
 ENGINES = OURS, TRANSFORMERS, VLLM = "mini_engine", "transformers", "vllm"
-ENGINES_OF = {RATES: ENGINES, STALL: (OURS,), OVERHEAD: (OURS,), PARETO: (OURS, VLLM)}
+ENGINES_OF = {RATES: ENGINES, CHUNKS: (OURS,), STALL: (OURS,), OVERHEAD: (OURS,), PARETO: (OURS, VLLM)}
 MODEL = "smollm2-135m-instruct"
 OTHER_MODEL = "Qwen3-0.6B's shape with the vocabulary of SmolLM2"
-LOADS = 0.4, 0.8, 1.2  # of the rate at which the server answers requests that all arrive at once
+HIGH_LOAD = 0.8
+LOADS = 0.4, HIGH_LOAD, 1.2  # of the rate at which the server answers requests that all arrive at once
 ROUNDS = 3
 NO_BOUND = "a latency under load has no bound but that of an idle server"
 CAPACITY = "the rate of requests that all arrive at once"
@@ -72,12 +73,12 @@ class Setting:
     """What is measured on a kind of device.
 
     Attributes:
-        workload: the requests of the section `rates`.
+        workload: the requests of the sections `rates` and `chunks`.
         options: of the server.
         objective: what counts for goodput.
         streams: requests that are being answered when a long prompt arrives.
         long: tokens of that prompt.
-        chunks: most tokens of a step, in the section `stall`.
+        chunks: most tokens of a step, in the sections `chunks` and `stall`.
         served: the requests of the section `overhead`.
         at_once: of them that run at once.
         clients: processes of the load generator.
@@ -271,37 +272,77 @@ def row(
     return made
 
 
+class Load:
+    """Requests that arrive at a server, the same ones in each round apart from their words.
+
+    Args:
+        setting: what is measured.
+        clients: the load generator.
+    """
+
+    def __init__(self, setting: Setting, clients: Clients) -> None:
+        self._setting, self._clients = setting, clients
+        self.words = Words.of_model(embedded_folder())
+        self._requests, self._shifts = setting.workload.requests(VOCABULARY), itertools.count(1)
+
+    def warm_up(self, address: str, body_of: BodyOf = token_body) -> None:
+        """Send a few requests at once."""
+        self._clients.drive(address, self._next()[: self._setting.warm_up], Arrivals(math.inf), body_of)
+
+    def reports(self, address: str, rate: float, body_of: BodyOf = token_body) -> list[Report]:
+        """Send all requests at a rate, once for each round."""
+        seen = [self._clients.drive(address, self._next(), Arrivals(rate, seed=i), body_of) for i in range(ROUNDS)]
+        found = [Report.of(own, self._setting.objective) for own in seen]
+        assert not any(own.num_failed for own in found)
+        return found
+
+    def capacity(self, address: str, body_of: BodyOf = token_body) -> float:
+        """Measure at which rate the server answers if all requests arrive at once."""
+        return statistics.median(own.requests_per_second for own in self.reports(address, math.inf, body_of))
+
+    def _next(self) -> list[BenchRequest]:
+        return self.words.spelled(with_other_tokens(self._requests, next(self._shifts)))  # no prefix cache has them
+
+
+def latency_rows(found: Sequence[Report], case: dict[str, results.Setting], most: float) -> list[results.Row]:
+    """The percentiles of TTFT and ITL, and the rate of answers beside the server's capacity."""
+    rows = list[results.Row]()
+    for i, percent in enumerate((50, 90, 99)):
+        rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
+        rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
+    rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
+    return rows
+
+
 def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[results.Row]:
     """Latency and goodput by offered load, as shares of what the first engine can do; the same load for all engines."""
-    words, rows, most = Words.of_model(embedded_folder()), list[results.Row](), 0.0
-    workload, shifts = setting.workload.requests(VOCABULARY), itertools.count(1)
-
-    def requests() -> list[BenchRequest]:
-        return words.spelled(with_other_tokens(workload, next(shifts)))  # which no prefix cache has
-
+    rows, most = list[results.Row](), 0.0
     with served_model(device) as model, closing(Clients(setting.clients)) as clients:
+        load = Load(setting, clients)
         for engine in engines:
-            body_of: BodyOf = words.text_body if engine == TRANSFORMERS else token_body
+            body_of: BodyOf = load.words.text_body if engine == TRANSFORMERS else token_body
             with server_of(engine, model, device, *setting.options) as address:
+                load.warm_up(address, body_of)
+                most = most or load.capacity(address, body_of)
+                for share in LOADS:
+                    case: dict[str, results.Setting] = {"load": share, "engine": engine}
+                    found = load.reports(address, share * most, body_of)
+                    rows += latency_rows(found, case, most)
+                    rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, share * most))
+    return rows
 
-                def reports(
-                    arrivals: Callable[[int], Arrivals], address: str = address, body_of: BodyOf = body_of
-                ) -> list[Report]:
-                    seen = [clients.drive(address, requests(), arrivals(i), body_of) for i in range(ROUNDS)]
-                    return [Report.of(own, setting.objective) for own in seen]
 
-                clients.drive(address, requests()[: setting.warm_up], Arrivals(math.inf), body_of)
-                if not most:
-                    most = statistics.median(own.requests_per_second for own in reports(lambda i: Arrivals(math.inf)))
-                for load in LOADS:
-                    case: dict[str, results.Setting] = {"load": load, "engine": engine}
-                    found = reports(lambda i, rate=load * most: Arrivals(rate, seed=i))  # type: ignore[misc]
-                    for i, percent in enumerate((50, 90, 99)):
-                        rows.append(row(f"TTFT, p{percent}", [own.first[i] for own in found], "s", case))
-                        rows.append(row(f"ITL, p{percent}", [own.between[i] for own in found], "s", case))
-                    rows.append(row("answered", [own.requests_per_second for own in found], "requests/s", case, most))
-                    rows.append(row("goodput", [own.goodput for own in found], "requests/s", case, load * most))
-                    assert not any(own.num_failed for own in found)
+def chunk_rows(setting: Setting, device: str) -> list[results.Row]:
+    """Of our engine: latency at a high load by the most tokens of a step; the same load for all of them."""
+    rows, most = list[results.Row](), 0.0
+    with served_model(device) as model, closing(Clients(setting.clients)) as clients:
+        load = Load(setting, clients)
+        for chunk in setting.chunks:
+            with server(model, device, *setting.options, f"--max-num-batched-tokens={chunk}") as address:
+                load.warm_up(address)
+                most = most or load.capacity(address)
+                case: dict[str, results.Setting] = {"tokens of a step": chunk, "load": HIGH_LOAD, "engine": OURS}
+                rows += latency_rows(load.reports(address, HIGH_LOAD * most), case, most)
     return rows
 
 
@@ -445,6 +486,7 @@ def main(argv: list[str] | None = None) -> None:
         parameters[VLLM] = metadata.version(VLLM)
     measure: dict[str, Callable[[], list[results.Row]]] = {
         RATES: lambda: rate_rows(setting, arguments.device, engines[RATES]),
+        CHUNKS: lambda: chunk_rows(setting, arguments.device),
         STALL: lambda: stall_rows(setting, arguments.device),
         OVERHEAD: lambda: overhead_rows(setting, arguments.device),
         PARETO: lambda: pareto_rows(setting, arguments.device, engines[PARETO]),

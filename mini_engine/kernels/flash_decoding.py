@@ -229,7 +229,7 @@ class FlashDecoding:
         arguments.scale, arguments.v_scale = (self._softcap or scale) * math.log2(math.e), v_scale
         if self._softcap:
             arguments.cap_scale = 2 * math.log2(math.e) * scale / self._softcap
-        # `torch.cuda.current_stream` makes an object, which takes longer than the launch.
+        # `torch.cuda.current_stream` would make an object for each layer.
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(q.get_device()))
         if error := self._launch(self._maps_of(*pages), ctypes.byref(arguments), self.num_ranges, stream):
             raise RuntimeError(f"launching the flash-decoding kernel failed with CUDA error {error}")

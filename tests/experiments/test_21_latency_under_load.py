@@ -77,6 +77,8 @@ def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         answered, good = (result.find(figure, **case).value for figure in ("answered", "goodput"))
         assert answered == good > 0
         assert 0 < result.find("TTFT, p50", **case).value <= result.find("TTFT, p99", **case).value
+    limited = {"tokens of a step": 32, "load": 0.8, "section": "chunks"}
+    assert 0 < result.find("ITL, p50", **limited).value <= result.find("ITL, p99", **limited).value
     case = {"tokens of a step": 32}
     assert result.find("longest pause of a stream", **case).value > 0
     assert result.find("TTFT of the long prompt", **case).value > 0
@@ -111,7 +113,9 @@ def test_each_engine_serves_every_batch_size(tmp_path: Path, monkeypatch: pytest
         assert row.bound is not None
 
 
-@pytest.mark.parametrize(("section", "engine"), [("overhead", "vllm"), ("stall", "vllm"), ("pareto", "transformers")])
+@pytest.mark.parametrize(
+    ("section", "engine"), [("overhead", "vllm"), ("chunks", "vllm"), ("stall", "vllm"), ("pareto", "transformers")]
+)
 def test_an_engine_that_a_section_cannot_measure_is_refused(section: str, engine: str) -> None:
     with pytest.raises(SystemExit) as refused:
         run.main(["--device", "cpu", "--only", section, "--engines", engine])

@@ -105,7 +105,7 @@ class StepBatch:
             instead a level for each chunk of the longest context. Requests after the last group of a level are padding
             (see `decode_graphs.py`) and have no pages in it.
         page_capacity: the most pages that any step with this number of requests can have, if a CUDA graph replays the
-            step, whose kernels read lists of pages at fixed addresses. None if the step is launched kernel by kernel.
+            step, whose kernels read lists of pages at fixed addresses. None if no single graph holds the step.
         other_groups: the same step with the pages of the other groups of layers, if there are several (`grouped.py`).
     """
 

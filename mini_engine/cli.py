@@ -22,7 +22,7 @@ from mini_engine.cli_options import (
     Sampling,
     Server,
     given,
-    load_llm,
+    load_served,
     with_file,
 )
 from mini_engine.errors import ConfigError, MiniEngineError, RequestError
@@ -139,7 +139,7 @@ def serve(model: str | None = None, /, *, engine: Engine = None, server: Server 
         raise ConfigError(f"a server needs the package {missing[0]}: pip install 'mini-engine[server]'")
     from mini_engine.serving.start import start_process
 
-    client = start_process(partial(load_llm, named), own)
+    client = start_process(partial(load_served, named), own)
     from mini_engine.serving.server import run_server
 
     run_server(client, named["model"], own, lambda address: show(console, _example(address)))

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import docstring_parser
@@ -133,7 +133,12 @@ class EngineOptions:
         Raises:
             ConfigError: for impossible options, or if the book is not there, which `--homework` needs.
         """
-        named = with_file(given(options), **defaults)
+        return cls.of_named(with_file(given(options), **defaults), console)
+
+    @classmethod
+    def of_named(cls, options: dict[str, Any], console: Console) -> "EngineOptions":
+        """Build from the options of `with_file`. Raises what `of` raises."""
+        named = dict(options)
         parts, with_homework = (named.pop(name, None) for name in ("parts", "homework"))
         if parts is not None:
             from mini_engine.parts import load_parts
@@ -176,7 +181,13 @@ class EngineOptions:
         return llm, replace(llm.default_params, **own)
 
 
-def load_llm(named: dict[str, Any]) -> "LLM":
-    """Load a model with the options of `with_file`, in any process, and print a line about it."""
+def load_served(named: dict[str, Any]) -> "LLM":
+    """Load a model to be served with the options of `with_file`, in any process, and print a line about it."""
+    from mini_engine.defaults import served_step_tokens
+
     console = make_console()
-    return EngineOptions.of(SimpleNamespace(**named), console).load(console)[0]
+    own = EngineOptions.of_named(named, console)
+    config = EngineConfig.of(own.options)
+    if config.max_num_batched_tokens is None:
+        own = replace(own, options=own.options | {"max_num_batched_tokens": served_step_tokens(config)})
+    return own.load(console)[0]

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from mini_engine import cli
+from mini_engine import cli, defaults
+from mini_engine.cli_options import load_served
 from mini_engine.llm import LLM
 from tests.helpers import save_tiny_model
 
@@ -202,6 +203,16 @@ def test_a_gguf_file_that_is_none_is_refused(run, tmp_path):
     code, _, err = run("generate", "hi", "--model", str(path))
     assert code == 2
     assert "model.gguf" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [({}, 64), ({"max_num_batched_tokens": 48}, 48), ({"max_num_seqs": 96}, 96), ({"max_num_seqs": 8}, 64)],
+)
+def test_a_server_has_a_default_of_its_own_for_the_tokens_of_a_step(model, monkeypatch, options, tokens):
+    monkeypatch.setitem(defaults.SERVED_STEP_TOKENS, "cpu", 64)
+    config = load_served({"model": model, "device": "cpu", "num_pages": 64, "page_size": 8, **options}).config
+    assert config.max_num_batched_tokens == tokens
 
 
 def test_bench_measures_beside_a_peer(run, model):

@@ -45,7 +45,7 @@ from book.random_models import QWEN3_0_6B, checkpoint, random_transformers_model
 from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive, token_body
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
 from mini_engine.bench.workloads import BenchRequest, Workload, least_seconds, num_outputs, with_other_tokens
-from mini_engine.defaults import pick_dtype
+from mini_engine.defaults import STEP_TOKENS, pick_dtype
 from mini_engine.loading.checkpoint import Checkpoint, open_checkpoint
 from mini_engine.loading.hub import embedded_folder
 from mini_engine.models.config import ModelConfig
@@ -106,7 +106,7 @@ SETTINGS = {
         tuple(Workload(2**i, (32, 32), (64, 64)) for i in range(5)),
     ),
     "cuda": Setting(
-        Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 8000, (16_384, 2048, 512),
+        Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 8000, (16_384, 2048, 1024, 512),
         Workload(1024, (128, 512), (128, 512)), 256, 4, 256,
         tuple(Workload(2**i, (256, 256), (512, 512)) for i in range(9)),
     ),
@@ -296,9 +296,9 @@ class Load:
         assert not any(own.num_failed for own in found)
         return found
 
-    def capacity(self, address: str, body_of: BodyOf = token_body) -> float:
-        """Measure at which rate the server answers if all requests arrive at once."""
-        return statistics.median(own.requests_per_second for own in self.reports(address, math.inf, body_of))
+    def capacities(self, address: str, body_of: BodyOf = token_body) -> list[float]:
+        """Measure at which rate the server answers if all requests arrive at once, in each round."""
+        return [own.requests_per_second for own in self.reports(address, math.inf, body_of)]
 
     def _next(self) -> list[BenchRequest]:
         return self.words.spelled(with_other_tokens(self._requests, next(self._shifts)))  # no prefix cache has them
@@ -323,7 +323,7 @@ def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[res
             body_of: BodyOf = load.words.text_body if engine == TRANSFORMERS else token_body
             with server_of(engine, model, device, *setting.options) as address:
                 load.warm_up(address, body_of)
-                most = most or load.capacity(address, body_of)
+                most = most or statistics.median(load.capacities(address, body_of))
                 for share in LOADS:
                     case: dict[str, results.Setting] = {"load": share, "engine": engine}
                     found = load.reports(address, share * most, body_of)
@@ -333,16 +333,19 @@ def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[res
 
 
 def chunk_rows(setting: Setting, device: str) -> list[results.Row]:
-    """Of our engine: latency at a high load by the most tokens of a step; the same load for all of them."""
+    """Of our engine: capacity, and latency at a high load, by the most tokens of a step; the same load for all."""
     rows, most = list[results.Row](), 0.0
     with served_model(device) as model, closing(Clients(setting.clients)) as clients:
         load = Load(setting, clients)
         for chunk in setting.chunks:
             with server(model, device, *setting.options, f"--max-num-batched-tokens={chunk}") as address:
                 load.warm_up(address)
-                most = most or load.capacity(address)
-                case: dict[str, results.Setting] = {"tokens of a step": chunk, "load": HIGH_LOAD, "engine": OURS}
-                rows += latency_rows(load.reports(address, HIGH_LOAD * most), case, most)
+                capacities = load.capacities(address)
+                most = most or statistics.median(capacities)
+                case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": OURS}
+                rows.append(row("capacity", capacities, "requests/s", case, most))
+                at_load = {"load": HIGH_LOAD, **case}
+                rows += latency_rows(load.reports(address, HIGH_LOAD * most), at_load, most)
     return rows
 
 
@@ -387,7 +390,8 @@ def overhead_rows(setting: Setting, device: str) -> list[results.Row]:
                 seconds.append(alone.seconds)
         case: dict[str, results.Setting] = {"streams": setting.at_once, "dtype": dtype}
         rows.append(rate_row("throughput", tokens, seconds[1:], None, NO_BOUND, case | {"way": "the engine alone"}))
-        options = f"--dtype={dtype}", f"--max-num-seqs={setting.at_once}"
+        steps = f"--max-num-batched-tokens={STEP_TOKENS[device]}"  # as long as those of the engine alone
+        options = f"--dtype={dtype}", f"--max-num-seqs={setting.at_once}", steps
         with server(model, device, *options) as address, closing(Clients(setting.clients)) as clients:
             served = [clients.drive(address, requests(), Arrivals(math.inf)) for _ in rounds]
         assert not any(own.error for seen in served for own in seen)

@@ -80,6 +80,8 @@ def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     limited = {"tokens of a step": 32, "load": 0.8, "section": "chunks"}
     assert 0 < result.find("ITL, p50", **limited).value <= result.find("ITL, p99", **limited).value
     case = {"tokens of a step": 32}
+    capacity = result.find("capacity", **case)
+    assert capacity.value == capacity.bound and capacity.value > 0  # of the first limit
     assert result.find("longest pause of a stream", **case).value > 0
     assert result.find("TTFT of the long prompt", **case).value > 0
     ways = [result.find("throughput", section="overhead", way=way) for way in ("the engine alone", "its server")]

@@ -79,8 +79,8 @@ class EngineConfig:
         kv_layout: order of a page's axes: "NHD" (tokens, heads, head size) or "HND" (heads first).
         kv_cache_dtype: dtype of keys and values in the cache: "auto" (the model's) or "fp8_e4m3" (half the memory
             of bfloat16; rounded to 4 significant bits).
-        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks. Default 16,384 on a GPU
-            and 2,048 on a CPU.
+        max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks. Default 2,048 on a CPU
+            and for `mini-engine serve`, otherwise 16,384.
         sliding_window: no layer sees farther back than this many keys; default the model's own windows.
         enable_prefix_caching: let requests that begin with the same tokens share pages, and keep the pages of finished
             requests for later ones until the space is needed.

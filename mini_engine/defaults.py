@@ -23,12 +23,14 @@ logger = logging.getLogger(__name__)
 # By type of device. An H100's matrix products are compute-bound from about 300 tokens on (990 TFLOP/s over 3.35 TB/s).
 # 16,384 tokens make the fixed costs of a step small beside them; more would delay the requests that decode meanwhile.
 BATCH_SIZES, STEP_TOKENS = {"cuda": 256, "cpu": 32}, {"cuda": 16_384, "cpu": 2048}
-SERVED_STEP_TOKENS = {"cuda": 1024, "cpu": 2048}
+# A server's clients read along, and all wait for the longest step. On a GPU, larger steps are not launched in pieces
+# (`piecewise_graphs.py`), and shorter ones serve fewer requests (experiment 21).
+SERVED_STEP_TOKENS = 2048
 
 
 def served_step_tokens(config: EngineConfig) -> int:
     """Return the default of `max_num_batched_tokens` for an engine whose clients read along."""
-    return max(SERVED_STEP_TOKENS[pick_device(config.device).type], config.max_batch_size or 0)
+    return max(SERVED_STEP_TOKENS, config.max_batch_size or 0)
 
 
 def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:

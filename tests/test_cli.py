@@ -210,7 +210,7 @@ def test_a_gguf_file_that_is_none_is_refused(run, tmp_path):
     [({}, 64), ({"max_num_batched_tokens": 48}, 48), ({"max_num_seqs": 96}, 96), ({"max_num_seqs": 8}, 64)],
 )
 def test_a_server_has_a_default_of_its_own_for_the_tokens_of_a_step(model, monkeypatch, options, tokens):
-    monkeypatch.setitem(defaults.SERVED_STEP_TOKENS, "cpu", 64)
+    monkeypatch.setattr(defaults, "SERVED_STEP_TOKENS", 64)
     config = load_served({"model": model, "device": "cpu", "num_pages": 64, "page_size": 8, **options}).config
     assert config.max_num_batched_tokens == tokens
 

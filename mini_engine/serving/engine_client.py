@@ -145,7 +145,7 @@ class EngineClient:
             MiniEngineError: if the engine has ended.
         """
         if self.is_draining:
-            raise ShuttingDownError("the server is shutting down; send the request to another one")
+            raise ShuttingDownError()
         if not self.is_alive:
             raise MiniEngineError(ENDED)
         for prompt in prompts:

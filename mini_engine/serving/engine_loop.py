@@ -35,6 +35,9 @@ COMPILING = 4  # grammars that are compiled at the same time
 class ShuttingDownError(MiniEngineError):
     """A prompt that was refused or ended because the server is shutting down."""
 
+    def __init__(self, message: str = "the server is shutting down; send the request to another one") -> None:
+        super().__init__(message)
+
 
 @dataclass(frozen=True)
 class Submit:
@@ -87,7 +90,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Drain:
-    """End the prompts that are not in the batch yet. The others go on."""
+    """End the prompts that are not in the batch yet, and those that come after this. The others go on."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ class EngineLoop:
     def __init__(
         self, engine: TextEngine, commands: Connection, answers: Connection, max_ttft_seconds: float | None = None
     ) -> None:
-        self.engine, self._core, self._is_closing = engine, engine.engine, False
+        self.engine, self._core = engine, engine.engine
+        self._is_draining = self._is_closing = False
         rows = engine.max_batch_size
         self._admission = None if max_ttft_seconds is None else Admission(max_ttft_seconds, rows)
         self._prompts: dict[int, list[Request]] = {}  # of each unfinished prompt
@@ -207,7 +211,7 @@ class EngineLoop:
                 seconds = time.perf_counter() - start
                 self._admission.stepped(self._core.scheduler, report.num_tokens, seconds, is_decode=report.is_decode)
             self._hand_over(report)
-        self._fail_all(ShuttingDownError("the server is shutting down; send the request to another one"))
+        self._fail_all(ShuttingDownError())
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._answers.close()
 
@@ -232,6 +236,8 @@ class EngineLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
+            case Submit(number) if self._is_draining:  # the client has looked before the server began to end
+                self._answers.send(Failed(number, ShuttingDownError()))
             case Submit(number, params=[params, *_]) if params.structured_outputs is not None:
                 self._compiling[number] = command
                 compiling = self._compilers.submit(self.engine.compile, params)
@@ -248,6 +254,7 @@ class EngineLoop:
             case Read():
                 self._read(command)
             case Drain():
+                self._is_draining = True
                 self._refuse_waiting()
             case Close():
                 self._is_closing = True
@@ -297,7 +304,7 @@ class EngineLoop:
             self._answers.send(Failed(command.number, as_sent(error)))
 
     def _refuse_waiting(self) -> None:
-        error = ShuttingDownError("the server is shutting down; send the request to another one")
+        error = ShuttingDownError()
         waiting = self._core.scheduler.waiting
         for number, requests in list(self._prompts.items()):
             if all(request in waiting for request in requests):

@@ -14,6 +14,7 @@ import uvicorn
 
 from mini_engine import LLM
 from mini_engine.llm import TextEngine
+from mini_engine.outputs import StepReport
 from mini_engine.serving.app import create_app
 from mini_engine.serving.engine_client import EngineClient
 from mini_engine.serving.options import ServerOptions
@@ -69,6 +70,25 @@ def serving(engine: TextEngine, options: ServerOptions | None = None) -> Iterato
         server.should_exit = True
         running.join(300)
         assert not running.is_alive() and not client.is_alive
+
+
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """Step the engine once and no further meanwhile, so that what runs does not end before the test has looked."""
+    core, goes_on = served.engine.engine, threading.Event()
+    step = core.step
+
+    def step_and_wait() -> StepReport:
+        report = step()
+        goes_on.wait(300)
+        return report
+
+    core.step = step_and_wait
+    try:
+        yield
+    finally:
+        core.step = step
+        goes_on.set()
 
 
 @pytest.fixture(scope="session")

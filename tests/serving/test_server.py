@@ -23,7 +23,7 @@ import pytest
 from mini_engine import LLM, SamplingParams
 from mini_engine.serving.options import ServerOptions
 from tests.helpers import in_a_thread
-from tests.serving.conftest import MODEL, Served, serving
+from tests.serving.conftest import MODEL, Served, held, serving
 
 QUESTION = [{"role": "user", "content": "Name a color."}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -268,9 +268,10 @@ def post_in_chunks(served: Served, body: bytes, key: str) -> bytes:
 def test_a_full_queue_says_when_to_come_back(new_server: Callable[..., Any]) -> None:
     with new_server(ServerOptions(max_queued_requests=1), max_batch_size=1) as served:
         long = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        streams = [open_stream(served, long) for _ in range(2)]
-        until(lambda: served.client.num_outputs == 2)
-        status, headers, body = post(served, "/v1/completions", {"prompt": "x"})
+        with held(served):
+            streams = [open_stream(served, long) for _ in range(2)]
+            until(lambda: served.client.num_outputs == 2)
+            status, headers, body = post(served, "/v1/completions", {"prompt": "x"})
         assert status == 429 and 0 < int(headers["retry-after"]) < 120
         assert json.loads(body)["error"]["type"] == "rate_limit_error"
         for stream in streams:
@@ -294,9 +295,10 @@ def open_stream(served: Served, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_pages(served: Served, stream: bool) -> None:
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": stream, "n": 2}
-    connection = open_stream(served, body)
-    until(lambda: len(served.engine.engine.scheduler.running) == 2)
-    connection.close()
+    with held(served):
+        connection = open_stream(served, body)
+        until(lambda: len(served.engine.engine.scheduler.running) == 2)
+        connection.close()
     until(lambda: is_idle(served) and served.client.num_outputs == 0)
 
 
@@ -356,17 +358,26 @@ def test_sigterm_finishes_what_runs(tmp_path: Any) -> None:
 
 def test_requests_that_wait_are_refused_at_the_end(new_server: Callable[..., Any]) -> None:
     with new_server(max_batch_size=1) as served:
-        first = open_stream(served, {"prompt": "Once", "max_tokens": 100, "ignore_eos": True})
-        until(lambda: len(served.engine.engine.scheduler.running) == 1)
         answers = list[Any]()
         waiting = threading.Thread(target=lambda: answers.append(post(served, "/v1/completions", {"prompt": "x"})))
-        waiting.start()
-        until(lambda: served.client.num_outputs == 2)
-        served.client.drain()
+        with held(served):
+            first = open_stream(served, {"prompt": "Once", "max_tokens": 100, "ignore_eos": True})
+            until(lambda: len(served.engine.engine.scheduler.running) == 1)
+            waiting.start()
+            until(lambda: served.client.num_outputs == 2)
+            served.client.drain()
         waiting.join(300)
         assert answers[0][0] == 503 and post(served, "/v1/completions", {"prompt": "x"})[0] == 503
         assert b"200 OK" in first.recv(100)
         first.close()
+
+
+def test_what_is_sent_just_before_the_end_is_refused_after_it(new_server: Callable[..., Any]) -> None:
+    with new_server() as served:
+        served.client.drain()
+        served.client.is_draining = False  # as a request has seen it that the signal interrupts
+        status, _, body = post(served, "/v1/completions", {"prompt": "x"})
+        assert status == 503 and "shutting down" in json.loads(body)["error"]["message"]
 
 
 # --- other endpoints -------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@
 #include "persistent.cuh"
 
 // The host compiles this file with the sizes of a model: LAYERS, HIDDEN, Q_HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE and PAGE_SIZE;
-// with TOKENS, the number of tokens of a step; and with BLOCKS, the number of thread blocks.
+// with TOKENS, the number of tokens of a step; and with BLOCKS, the number of thread blocks. With TRACED it also notes when each
+// block gets how far, for experiment 12.
 
 // Two warps fill the ring: one would take longer to compute the addresses of keys than the memory takes to deliver them. Another
 // warp empties words (see `empty_words`).
@@ -124,6 +125,22 @@ struct Share {
 
 // The four phases of a layer, and the last phase of a step. Each multiplies the rows of one matrix by the tokens' vectors.
 enum Phase { QKV, O, GATE_UP, DOWN, LM_HEAD };
+
+// How far a block is in a phase: it has attended to its keys and merged its share of the splits (phase O only), has received all
+// vectors, and has published its values.
+enum Point { ATTENDED, MERGED, RECEIVED, PUBLISHED, POINTS };
+
+#ifdef TRACED
+__device__ int64_t passed[BLOCKS][4 * LAYERS + 1][POINTS];  // when, in cycles of the block's SM
+extern "C" int copy_trace(void* to) { return cudaMemcpyFromSymbol(to, passed, sizeof(passed)); }
+#endif
+
+// Note that the block has got so far in a phase.
+__device__ inline void pass(int phase_of_step, Point point) {
+#ifdef TRACED
+    if (threadIdx.x == 0) passed[blockIdx.x][phase_of_step][point] = clock64();
+#endif
+}
 
 // The size of a phase's matrix. `parts` matrices of this size are stacked: two for gate and up.
 struct Matrix {
@@ -435,8 +452,9 @@ struct Product {
         }
     }
 
-    // Multiply all columns of `count` buffers by vectors that arrive from other blocks. The rows are the only ones of the phase.
-    __device__ void multiply_received(float (&sums)[STRIPS][4], const uint32_t* from, int parts, int count) {
+    // Multiply all columns of `count` buffers by vectors that arrive from other blocks. The rows are the only ones of the phase,
+    // which is number i of the step.
+    __device__ void multiply_received(float (&sums)[STRIPS][4], const uint32_t* from, int parts, int count, int i) {
 #pragma unroll 1
         for (int begin = 0; begin < parts; begin += AT_ONCE) {
             Part x[AT_ONCE];
@@ -446,6 +464,7 @@ struct Product {
             for (int p = 0; p < AT_ONCE; p++) {
                 if (begin + p >= parts) continue;
                 receive(x, p, from + begin * OF_PART);
+                if (begin + p + 1 == parts) pass(i, RECEIVED);
                 multiply(sums, x[p], count, begin + p + 1 < parts ? count : 0);
             }
         }
@@ -835,12 +854,14 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
         if (phase == O) {
             start_emptying();
             if (split.has_work) attend(step, layer, split, index + 1, product.next);
+            pass(i, ATTENDED);
         }
         product.begin(matrix.buffers_at(matrix.own.first));  // before the wait for their vectors
         const uint32_t* from = nullptr;
         if (phase == O) {
             uint32_t* attention = of_layer(step.attention, Q_SIZE, index);
             merge(step, attention, index + 1);
+            pass(i, MERGED);
             from = attention;
         } else if (phase == DOWN) {
             from = of_layer(step.activation, INTERMEDIATE, index);
@@ -849,12 +870,13 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             const uint32_t* residual = phase == GATE_UP ? of_layer(step.after_attention, HIDDEN, index)
                                                         : of_layer(step.after_mlp, HIDDEN, index - 1);
             normalize(norm, embedded, i == 0 ? nullptr : residual);
+            pass(i, RECEIVED);
         }
 #pragma unroll 1
         for (int begin = matrix.own.first; begin < matrix.own.end; begin += FLUSH / matrix.parts) {
             const int buffers = matrix.buffers_at(begin), after = begin + FLUSH / matrix.parts;
             float sums[STRIPS][4] = {};
-            if (from) product.multiply_received(sums, from, matrix.columns / COLUMNS, buffers);
+            if (from) product.multiply_received(sums, from, matrix.columns / COLUMNS, buffers, i);
             else product.multiply_shared(sums, buffers, after < matrix.own.end ? matrix.buffers_at(after) : 0);
             sync_consumers();  // until the last sums, or the attention states, have been read
             product.store(sums, buffers);
@@ -862,6 +884,7 @@ __global__ void __launch_bounds__(THREADS, 1) decode_step(const Step step) {
             else sync_consumers();
             finish(step, phase, begin, matrix.rows_at(begin), index);
         }
+        pass(i, PUBLISHED);
     }
     // Every block has read the count by now, because this block has received values from all of them.
     if (blockIdx.x == 0 && threadIdx.x == 0) *step.count = count + 1;

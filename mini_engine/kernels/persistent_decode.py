@@ -119,26 +119,32 @@ class PersistentDecode:
         self._kernels = dict[int, _Kernel]()
         self.max_tokens = _max_tokens(model, self._specs)
 
-    def _kernel(self, tokens: int) -> _Kernel:
-        """Compile the kernel for a number of tokens, and allocate its memory."""
-        model, config, device, keys = self._model, self._model.config, self._model.device, self._cache.layers[0][0]
-        q_size = config.num_attention_heads * config.head_dim
-        qkv_size = q_size + 2 * config.num_key_value_heads * config.head_dim
+    def _constants(self, tokens: int) -> dict[str, int]:
+        """The constants of the `.cu` file for a number of tokens."""
+        model, config = self._model, self._model.config
         sizes = {
             "LAYERS": len(self._layers), "HIDDEN": config.hidden_size, "Q_HEADS": config.num_attention_heads,
             "KV_HEADS": config.num_key_value_heads, "HEAD_DIM": config.head_dim,
             "INTERMEDIATE": config.intermediate_size, "PAGE_SIZE": self._cache.page_size, "BLOCKS": _num_blocks(model),
         }  # fmt: skip
-        if tokens == 1:
-            (layer_kind, layer_group), (head_kind, head_group) = self._formats
-            sizes |= {
-                "LAYER_KIND": layer_kind, "LAYER_GROUP": layer_group, "HEAD_KIND": head_kind, "HEAD_GROUP": head_group,
-                "KV_IS_E4M3": int(keys.dtype == torch.float8_e4m3fn),
-            }  # fmt: skip
-        else:
-            sizes["TOKENS"] = tokens
+        if tokens > 1:
+            return sizes | {"TOKENS": tokens}
+        (layer_kind, layer_group), (head_kind, head_group) = self._formats
+        return sizes | {
+            "LAYER_KIND": layer_kind, "LAYER_GROUP": layer_group, "HEAD_KIND": head_kind, "HEAD_GROUP": head_group,
+            "KV_IS_E4M3": int(self._cache.layers[0][0].dtype == torch.float8_e4m3fn),
+        }  # fmt: skip
+
+    def _library(self, tokens: int) -> ctypes.CDLL:
+        """Compile the kernel for a number of tokens, unless it has been compiled before."""
         source = Path(__file__).with_name("persistent_decode.cu" if tokens == 1 else "persistent_batch.cu")
-        launch = load_kernel(source, tuple(sizes.items())).launch_decode_step
+        return load_kernel(source, tuple(self._constants(tokens).items()))
+
+    def _kernel(self, tokens: int) -> _Kernel:
+        """Load the kernel for a number of tokens, and allocate its memory."""
+        model, config, device, keys = self._model, self._model.config, self._model.device, self._cache.layers[0][0]
+        q_size = config.num_attention_heads * config.head_dim
+        qkv_size = q_size + 2 * config.num_key_value_heads * config.head_dim
 
         def tagged(*shape: int) -> Tensor:  # pairs of bfloat16, or float32, each with the tag of its writer
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -175,7 +181,7 @@ class PersistentDecode:
             vocab_size=config.vocab_size,
             **{name: tensor.data_ptr() for name, tensor in memory.items()},
         )
-        return _Kernel(launch, arguments, memory)
+        return _Kernel(self._library(tokens).launch_decode_step, arguments, memory)
 
     @staticmethod
     def accepts(

@@ -8,7 +8,7 @@ step while the device still computes this one. Explained in chapter 07.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
 from mini_engine.piecewise_graphs import PiecewiseGraphs
 from mini_engine.sampler import Logprobs, Sampler, logprobs_of
+from mini_engine.step_graphs import StepGraphs
 from mini_engine.step_input import GroupPages, SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
 
@@ -101,14 +102,11 @@ class LocalExecutor:
             pad=parts.pad_decodes,
             num_layer_groups=num_layer_groups,
         )
-        self._pieces = PiecewiseGraphs(
-            piece_sizes,
-            bind,
-            backend,
-            padding_slot=(cache.num_pages - 1) * cache.page_size,
-            dtype=model.dtype,
-            device=self._device,
-        )
+        memory: dict[str, Any] = {
+            "padding_slot": (cache.num_pages - 1) * cache.page_size, "dtype": model.dtype, "device": self._device,
+        }  # fmt: skip
+        self._pieces = PiecewiseGraphs(piece_sizes, bind, backend, **memory)
+        self._steps = StepGraphs(piece_sizes if backend.captures_steps else (), bind, backend, **memory)
         # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
         self._buffers = [
             [StepBuffers(self._device) for _ in range(num_layer_groups)] for _ in range(config.pipeline_depth + 1)
@@ -161,8 +159,9 @@ class LocalExecutor:
             self._sampler.warm_up(self.model.dtype)
         for size in reversed(self._graphs.sizes):  # smaller graphs fit into the memory of the largest
             self._graphs.get(size)
-        for size in reversed(self._pieces.sizes):
-            self._pieces.get(size)
+        for graphs in (self._pieces, self._steps):
+            for size in reversed(graphs.sizes):
+                graphs.get(size)
 
     def reset(self) -> None:
         """Wait for the device to finish, then forget the requests of earlier steps."""
@@ -242,10 +241,14 @@ class LocalExecutor:
         )
 
     def _forward(self, batch: StepBatch) -> Float[Tensor, "T hidden"]:
-        self.backend.plan(batch)
         token_ids = batch.feed(self._last_token)
+        arrays = token_ids, batch.positions, batch.slot_mapping
+        if (size := self._steps.size_for(batch.num_tokens)) and self.backend.can_capture(batch, size):
+            self._steps.plan(size, batch)
+            return self._steps.run(size, *arrays)
+        self.backend.plan(batch)
         if size := self._pieces.size_for(batch.num_tokens):
-            return self._pieces.run(size, token_ids, batch.positions, batch.slot_mapping)
+            return self._pieces.run(size, *arrays)
         return self._compute(token_ids, batch.positions)
 
     def _plan_decode(self, batch: StepBatch) -> None:

@@ -1,10 +1,10 @@
-"""Steps of padded pieces compute what the model computes: on a CPU the padding, and on a GPU the captured pieces."""
+"""Padded steps compute what the model computes: on a CPU the padding, and on a GPU captured pieces and whole steps."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import create_backend
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.batch import StepBatch
 from mini_engine.config import EngineConfig
 from mini_engine.defaults import resolve
@@ -20,6 +21,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
 from mini_engine.parts import Parts, default_parts
 from mini_engine.piecewise_graphs import SIZES, PiecewiseGraphs, piece_sizes
+from mini_engine.step_graphs import StepGraphs
 from tests.helpers import GREEDY, adapted_model, double_model, make_engine, serve
 from tests.models.families import FAMILIES, our_model, transformers_model
 
@@ -90,6 +92,8 @@ class Steps:
         sizes: those of the pieces.
     """
 
+    graphs: ClassVar[type[PiecewiseGraphs]] = PiecewiseGraphs
+
     def __init__(self, model: LanguageModel, attn_backend: str, sizes: tuple[int, ...]) -> None:
         specs = model.attention_specs
         self.cache = PagedKVCache(specs, PADDING_PAGE + 1, PAGE, model.dtype, "cuda")
@@ -98,7 +102,7 @@ class Steps:
             pages.copy_(torch.randn(pages.shape, generator=generator, device="cuda"))
         self.backend = create_backend(attn_backend, specs, self.cache, default_parts(model.device))
         self.forward = bind_layers(model, self.backend)
-        self.pieces = PiecewiseGraphs(
+        self.pieces = self.graphs(
             sizes, lambda backend: bind_layers(model, backend), self.backend, padding_slot=PADDING_PAGE * PAGE,
             dtype=model.dtype, device=model.device,
         )  # fmt: skip
@@ -112,7 +116,11 @@ class Steps:
             pages=pages[: sum(-(-n // PAGE) for n in kv_lens)], num_decodes=sum(new == 1 for new in num_new),
             device="cuda",
         )  # fmt: skip
-        self.backend.plan(batch)
+        if isinstance(self.pieces, StepGraphs) and size is not None:
+            assert self.backend.can_capture(batch, size)
+            self.pieces.plan(size, batch)
+        else:
+            self.backend.plan(batch)
         if size is None:
             hidden = self.forward(batch.token_ids, batch.positions)
         else:
@@ -178,3 +186,67 @@ def test_captured_pieces_whose_layers_store_nothing(family: str) -> None:
     for num_new, kv_lens in (([1, 1, 9, 53], [33, 16, 9, 83]), ([64], [64])):
         got, want = steps.hidden(num_new, kv_lens, 64), by_kernel.hidden(num_new, kv_lens, None)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class WholeSteps(Steps):
+    graphs = StepGraphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attn_backend", ["flash_decoding", "batch_invariant"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_captured_steps_compute_the_layers(family: str, attn_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph computes steps of many prompts and decodes, and of either alone."""
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr(PagedBackend, "captures_prompts", True)
+    theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=128, hidden_size=64)
+    model = our_model(copy.deepcopy(theirs), parts=default_parts(torch.device("cuda"))).to("cuda")
+    whole, by_kernel = (steps(model, attn_backend, (64, 128)) for steps in (WholeSteps, Steps))
+    assert whole.backend.captures_steps
+    for num_new, kv_lens in (
+        ([1, 1, 9, 53], [33, 16, 9, 83]), ([64], [64]), ([1, 1, 62, 64], [40, 7, 62, 70]), ([1, 70], [17, 70]),
+        ([1, 1, 9, 20], [34, 17, 9, 60]), ([5], [12]), ([1], [30]), ([1] * 9, [17, 3, 33, 40, 2, 16, 1, 5, 20]),
+        ([3, 4, 5, 6, 7, 8], [3, 20, 5, 33, 7, 40]), ([1, 40], [60, 200]),
+    ):  # fmt: skip
+        size = whole.pieces.size_for(sum(num_new))
+        got, want = whole.hidden(num_new, kv_lens, size), by_kernel.hidden(num_new, kv_lens, None)
+        for a, b in zip(got, want, strict=True):
+            assert torch.isfinite(a).all()
+            if family != "qwen3_moe":  # rounding may let a router choose another expert
+                assert (a.double() - b.double()).norm() < 0.02 * b.double().norm(), (num_new, kv_lens)
+
+
+class StepRecorder(StepGraphs):
+    sizes_run: ClassVar[list[int]] = []
+
+    def run(self, size: int, *arrays: torch.Tensor) -> torch.Tensor:
+        self.sizes_run.append(size)
+        return super().run(size, *arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_get_the_same_tokens_from_captured_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch-invariant engine, with the pipeline: prompts that arrive beside the decodes of earlier ones."""
+    pytest.importorskip("flashinfer")
+    monkeypatch.setattr(PagedBackend, "captures_prompts", True)
+    monkeypatch.setattr("mini_engine.executor.StepGraphs", StepRecorder)
+    changes = {"head_dim": 128, "hidden_size": 64, "max_position_embeddings": 512, "vocab_size": 64}
+    theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, **changes)
+    model = our_model(theirs, parts=default_parts(torch.device("cuda"))).to("cuda")
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 300, (40,), generator=generator).tolist()
+    prompts = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in lengths]
+    arrivals: dict[int, list[Any]] = {}
+    for i, prompt in enumerate(prompts):
+        arrivals.setdefault(2 * (i // 5), []).append((str(i), prompt, GREEDY))
+    outputs = []
+    for is_eager in (False, True):
+        StepRecorder.sizes_run.clear()
+        engine = make_engine(
+            model, default_parts(torch.device("cuda")), attn_backend="auto", batch_invariant=True,
+            enforce_eager=is_eager, max_num_batched_tokens=512, max_batch_size=16,
+        )  # fmt: skip
+        outputs.append(serve(engine, arrivals))
+        assert bool(StepRecorder.sizes_run) != is_eager
+    assert outputs[0] == outputs[1]

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -38,6 +38,7 @@ from book import figures, ledger, results
 from book.experiment import command_line, predicted, record
 from book.random_models import QWEN3_0_6B, random_model, write_checkpoint
 from book.units import quantity
+from mini_engine.attention.paged import PagedBackend
 from mini_engine.bench.workloads import GPU, LATENCY, SHARED_PREFIX, Workload, least_seconds, model_shape, num_outputs
 from mini_engine.config import EngineConfig
 from mini_engine.engine import LLMEngine
@@ -314,6 +315,9 @@ def padding_rows(model: CausalLM, options: Options, machine: Machine) -> list[re
 # --- steps that compute a prompt -------------------------------------------------------------------------------------
 
 
+LAUNCHED = BY_KERNEL, PIECES, ONE_GRAPH = "kernel by kernel", "pieces", "one graph"
+
+
 class MixedSteps(SteadyDecode):
     """Requests that decode, and in each step a new prompt beside them.
 
@@ -321,14 +325,15 @@ class MixedSteps(SteadyDecode):
         model: the model.
         options: what is measured.
         tokens: of each prompt.
-        in_pieces: whether the steps are launched in pieces; otherwise kernel by kernel.
+        launch: one of LAUNCHED.
         num_steps: steps that the pages have room for.
     """
 
-    def __init__(self, model: CausalLM, options: Options, tokens: int, in_pieces: bool, num_steps: int) -> None:
+    def __init__(self, model: CausalLM, options: Options, tokens: int, launch: str, num_steps: int) -> None:
         self._num_prompts, self._prompt = 0, [j % min(1000, model.config.vocab_size) for j in range(tokens)]
-        sizes = (options.beside,) if in_pieces else ()
-        super().__init__(model, options, options.beside, sizes, 1, num_steps, spare_rows=4, longest_prompt=tokens)
+        sizes = () if launch == BY_KERNEL else (options.beside,)
+        with patch.object(PagedBackend, "captures_prompts", launch == ONE_GRAPH):
+            super().__init__(model, options, options.beside, sizes, 1, num_steps, spare_rows=4, longest_prompt=tokens)
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -361,14 +366,14 @@ def mixed_seconds(
 
 
 def prompt_rows(model: CausalLM, options: Options, machine: Machine) -> list[results.Row]:
-    """Seconds of a step that computes a prompt beside decodes, in pieces and kernel by kernel."""
+    """Seconds of a step that computes a prompt beside decodes, launched in several ways."""
     rows = []
+    launched = LAUNCHED[:2]
+    if model.device.type == "cuda":  # the engine's default backend, which a single graph can record
+        launched, options = LAUNCHED, replace(options, attn_backend="flash_decoding")
     num_steps = (options.steps + 2) * (options.repetitions + 1) + 10
     for tokens in options.prompts:
-        running = {
-            launch: MixedSteps(model, options, tokens, launch == "pieces", num_steps)
-            for launch in ("kernel by kernel", "pieces")
-        }
+        running = {launch: MixedSteps(model, options, tokens, launch, num_steps) for launch in launched}
         shape = model_shape(model.config)
         bound = mixed_seconds(shape, options.beside, tokens, keys_of(options), model.dtype.itemsize, machine)
         for launch, own in in_turns(running, options).items():

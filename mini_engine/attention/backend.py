@@ -98,6 +98,8 @@ class AttentionBackend(ABC):
             (`StepInput.with_single_queries`).
         captures: whether a CUDA graph can record `append` and `run` of a decode step, and replay them after `plan` of
             another step with the same number of requests.
+        captures_steps: the same for other steps: whether a CUDA graph can record a step of any prompts and decodes, and
+            replay it after `plan_captured` of another one.
         outputs_apart: see `Scheduler`.
         sinks: [Hq] the sinks of each layer that has them, by layer; `create_backend` sets them.
         up_projections: the matrices of each layer with MLA, by layer; `create_backend` sets them.
@@ -109,6 +111,7 @@ class AttentionBackend(ABC):
     bypasses: ClassVar[frozenset[str]]
     planner: Any = None
     captures: ClassVar[bool] = False
+    captures_steps: bool = False
     takes_stored_keys: ClassVar[bool] = False
     slot_mapping: Int[Tensor, " T"]
     waits_for_keys: bool = False
@@ -123,6 +126,24 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, batch: StepBatch) -> None:
         """Prepare a step on the host. Called once per step, before the first layer."""
+
+    def can_capture(self, batch: StepBatch, size: int) -> bool:
+        """Return whether a graph of so many tokens can compute a step; only asked if `captures_steps`.
+
+        Args:
+            batch: the step.
+            size: its tokens with padding.
+        """
+        return False
+
+    def plan_captured(self, batch: StepBatch, slot_mapping: Int[Tensor, " n"]) -> None:
+        """Prepare a step as `plan` does, at addresses that are the same for every step padded to n tokens.
+
+        Args:
+            batch: the step, without the padding; `can_capture` is true for it.
+            slot_mapping: [n] slots of the keys and values, those of the padding at the end.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk Dv"]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -62,6 +63,7 @@ class FlashDecodes(Decodes):
         split: see `share_tiles`.
     """
 
+    captures_steps: ClassVar[bool] = True
     split: ClassVar[int] = 0
 
     def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
@@ -74,9 +76,10 @@ class FlashDecodes(Decodes):
                     *kind[:3], cache.page_size, cache.layout, cache.dtype, cache.device, kind.kv_dtype, kind.window,
                     kind.softcap, self.split,
                 )  # fmt: skip
-        self._work: dict[tuple[int, int | None, bool], DecodeWork] = {}
+        self._work: dict[tuple[int | None, ...], DecodeWork] = {}
         self._graph_memory: dict[tuple[int, int, int | None, bool], UInt8[Tensor, " bytes"]] = {}
         self._being_copied: list[UInt8[Tensor, " bytes"]] = []
+        self._pages = torch.empty(0, dtype=torch.int32)  # of the decodes of a captured step
 
     @staticmethod
     def computes(spec: AttentionSpec, cache: CacheFormat) -> bool:
@@ -103,6 +106,38 @@ class FlashDecodes(Decodes):
         decode = self._wrappers.get(kind, name, lambda: PlannedDecode(kernel, kind, work))
         decode.work = work
         return decode
+
+    def plan_captured(self, batch: StepBatch, count: int, kind: LayerKind, size: int) -> Any:
+        """Share the keys among the thread blocks, whose number does not depend on the count."""
+        kernel = self._kernels[_variant(kind)]
+        key = kernel.num_ranges, kind.window, size
+        if key not in self._work:
+            self._work[key] = self._upload_captured(batch, count, *key)
+        work = self._work[key]
+        name = f"flash decoding, graph of {size} tokens"
+        decode = self._wrappers.get(kind, name, lambda: PlannedDecode(kernel, kind, work))
+        decode.work = work
+        return decode
+
+    def _upload_captured(
+        self, batch: StepBatch, count: int, num_ranges: int, window: int | None, size: int
+    ) -> DecodeWork:
+        """Divide the first sequences of a step into ranges, with room for as many sequences as tokens."""
+        cache, indptr = self._wrappers.cache, batch.kv_page_indptr[: count + 1].numpy()
+        arrays = {"ranges": np.zeros((num_ranges, 8), np.int32), "requests": np.zeros((size, 2), np.int32)}
+        if count:
+            shared = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, False, window, self.split)
+            arrays["ranges"], arrays["requests"][:count] = shared["ranges"], shared["requests"]
+        packed = pack(arrays, pin_memory=cache.device.type == "cuda")
+        key = size, num_ranges, window, False
+        if key not in self._graph_memory:
+            self._graph_memory[key] = torch.empty(len(packed), dtype=torch.uint8, device=cache.device)
+        if not len(self._pages):
+            self._pages = torch.empty(cache.layers[0][0].shape[0], dtype=torch.int32, device=cache.device)
+        copy_pinned(self._graph_memory[key], packed)
+        self._being_copied.append(packed)
+        self._pages[: indptr[-1]] = batch.kv_page_indices[: indptr[-1]]
+        return DecodeWork(**unpack(self._graph_memory[key], arrays), pages=self._pages)
 
     def _upload(
         self, batch: StepBatch, count: int, num_ranges: int, window: int | None, has_levels: bool

@@ -12,11 +12,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from mini_engine.attention.backend import CacheFormat, KVCache
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
+from mini_engine.transfer import pack, unpack
 
 logger = logging.getLogger(__name__)
 # For partial results of sequences whose keys are split among several thread blocks; all plans share it.
@@ -24,6 +26,7 @@ WORKSPACE_BYTES = 256 * 2**20
 # On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of hundreds of tokens or more, and slower for
 # decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
 FA3_MIN_TOKENS = 384
+CAPTURED_PROMPTS, CAPTURED_TOKENS = 32, 2048  # the most in a step whose prompts a CUDA graph computes
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per KV head
 
 
@@ -144,10 +147,62 @@ class FlashInferPrompts:
         )
         return wrapper
 
-    def _algorithm(self, kind: LayerKind, mean_tokens: float) -> str:
+    def plan_captured(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
+        """Plan the same sequences on FlashAttention-3, at addresses that the kernels of all graphs read.
+
+        It always launches as many thread blocks, which read from the plan what they compute. Unlike after `plan`, the
+        queries that `run` takes are those of the whole step.
+        """
+        wrappers, most, is_new = self._wrappers, CAPTURED_PROMPTS, (kind, "fa3, graph") not in self._wrappers.made
+        prefill = wrappers.flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        make = partial(prefill, wrappers.workspace, wrappers.cache.layout, backend="fa3")
+        wrapper = wrappers.get(
+            kind, "fa3, graph", make,
+            {
+                "qo_indptr_buf": most + 1, "paged_kv_indptr_buf": most + 1, "paged_kv_last_page_len_buf": most,
+                "paged_kv_indices_buf": wrappers.cache.layers[0][0].shape[0],
+            },
+        )  # fmt: skip
+        zeros, start = np.zeros(most + 1, dtype=np.int32), int(batch.kv_page_indptr[first])
+        if is_new:  # the first plan determines for how many tokens there is room
+            self._plan_padded(wrapper, kind, batch, zeros + CAPTURED_TOKENS, zeros, zeros[1:], zeros[1:], start)
+        rows = most - (batch.num_sequences - first)
+        self._plan_padded(
+            wrapper, kind, batch,
+            np.pad(batch.qo_indptr[first:].numpy(), (0, rows), mode="edge"),
+            np.pad(batch.kv_page_indptr[first:].numpy() - start, (0, rows), mode="edge"),
+            np.pad(batch.kv_last_page_len[first:].numpy(), (0, rows)),
+            np.pad(batch.kv_lens[first:].numpy(), (0, rows)),
+            start,
+        )  # fmt: skip
+        return wrapper
+
+    def _plan_padded(
+        self, wrapper: Any, kind: LayerKind, batch: StepBatch, qo_indptr: np.ndarray, kv_indptr: np.ndarray,
+        last_page_len: np.ndarray, kv_lens: np.ndarray, first_page: int,
+    ) -> None:  # fmt: skip
+        """Plan from pinned memory, because copies from other memory may wait for the device."""
+        named = {"qo": qo_indptr, "kv": kv_indptr, "last": last_page_len, "lens": kv_lens}
+        arrays = unpack(pack(named, pin_memory=self._wrappers.cache.device.type == "cuda"), named)
+        wrapper.plan(
+            arrays["qo"],
+            arrays["kv"],
+            batch.kv_page_indices[first_page:],
+            arrays["last"],
+            *kind[:3],
+            batch.page_size,
+            causal=True,
+            seq_lens=arrays["lens"],
+            **self._wrappers.options(kind),
+        )
+
+    def captures(self, kind: LayerKind) -> bool:
+        """Return whether `plan_captured` supports a kind of layer."""
         # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
-        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
-        return "fa3" if use_fa3 else "fa2"
+        return self._has_fa3 and not kind.alibi and not kind.kv_dtype
+
+    def _algorithm(self, kind: LayerKind, mean_tokens: float) -> str:
+        return "fa3" if self.captures(kind) and mean_tokens >= FA3_MIN_TOKENS else "fa2"
 
 
 class Decodes(ABC):
@@ -160,9 +215,11 @@ class Decodes(ABC):
     Attributes:
         returns_lse: whether the result can be merged with that of levels, or with sinks.
         waits_for_keys: see `AttentionBackend`.
+        captures_steps: whether there is `plan_captured`.
     """
 
     returns_lse: ClassVar[bool] = True
+    captures_steps: ClassVar[bool] = False
     waits_for_keys: ClassVar[bool] = True
 
     def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
@@ -175,6 +232,13 @@ class Decodes(ABC):
 
     def begin(self) -> None:  # noqa: B027
         """Begin to plan a step. All copies of earlier plans to the device have ended."""
+
+    def plan_captured(self, batch: StepBatch, count: int, kind: LayerKind, size: int) -> Any:
+        """Plan the same sequences for a graph of `size` tokens, which is replayed for any count.
+
+        The queries that `run` takes are those of the whole step. Only called if `captures_steps`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:

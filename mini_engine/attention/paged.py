@@ -13,12 +13,20 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
 from mini_engine.attention.cascade import own_pages
-from mini_engine.attention.flashinfer import Decodes, FlashInferDecodes, FlashInferPrompts, LayerKind, Wrappers
+from mini_engine.attention.flashinfer import (
+    CAPTURED_PROMPTS,
+    CAPTURED_TOKENS,
+    Decodes,
+    FlashInferDecodes,
+    FlashInferPrompts,
+    LayerKind,
+    Wrappers,
+)
 from mini_engine.attention.flashinfer_cascade import FlashInferLevels
 from mini_engine.attention.levels import H200_COSTS, CascadeCosts
 from mini_engine.attention.spec import AttentionSpec
@@ -49,6 +57,7 @@ class PagedBackend(AttentionBackend):
 
     Attributes:
         prompts: class of the prompts' kernels.
+        captures_prompts: whether a CUDA graph may record the prompts' kernels, too.
         wrappers: FlashInfer's wrappers, and the plans of other kernels.
     """
 
@@ -62,6 +71,7 @@ class PagedBackend(AttentionBackend):
     takes_stored_keys: ClassVar[bool] = True
     takes_single_queries: ClassVar[bool] = True
     prompts: ClassVar[type[FlashInferPrompts]] = FlashInferPrompts
+    captures_prompts: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -85,6 +95,10 @@ class PagedBackend(AttentionBackend):
         if self._levels:
             self.planner = self._levels.planner
             self.bypasses = self.bypasses - {"chunk_levels", "find_levels"}  # type: ignore[misc]
+        self.captures_steps = self.captures_prompts and all(
+            kind in self._able and not kind.has_sinks and decodes.captures_steps and self._prompts.captures(kind)
+            for kind in self._kinds
+        )
         self._copied = torch.cuda.Event()
         # The pool as the pages of a single sequence, in which a token's position is its slot.
         num_pages = cache.layers[0][0].shape[0]
@@ -100,19 +114,11 @@ class PagedBackend(AttentionBackend):
         Raises:
             ConfigError: if the pages of a request have gaps and a layer has a window or ALiBi.
         """
-        if batch.has_gaps and not all(map(LayerKind.may_share, self._kinds)):
-            raise ConfigError(
-                "the kernels count keys, not positions, but a request has lost pages in between; use "
-                "attn_backend='split_kv'"
-            )
+        self._begin(batch)
         self.slot_mapping = batch.slot_mapping
         count = batch.num_decodes
         levels = batch.levels if self._levels else ()
         own = own_pages(batch) if levels else batch
-        # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the
-        # next plan. The copy was queued before the last step: with a pipeline depth of 1 it has ended by now.
-        self._copied.synchronize()
-        self._decodes.begin()
         # The kinds of layers whose output is merged with that of levels.
         self._merged = frozenset(filter(LayerKind.may_share, self._kinds if levels else ()))
         self._planned = {
@@ -122,6 +128,39 @@ class PagedBackend(AttentionBackend):
         if self._levels and levels:
             self._levels.plan(batch, levels, self._merged)
         self._copied.record()
+
+    def can_capture(self, batch: StepBatch, size: int) -> bool:
+        return (
+            size <= CAPTURED_TOKENS
+            and batch.num_sequences - batch.num_decodes <= CAPTURED_PROMPTS
+            and len(batch.host_page_indices) <= self.cache.layers[0][0].shape[0]
+            and not (self._levels and batch.levels)
+        )
+
+    def plan_captured(self, batch: StepBatch, slot_mapping: Int[Tensor, " n"]) -> None:
+        self._begin(batch)
+        self.slot_mapping, self._merged = slot_mapping, frozenset()
+        count, size, everything = batch.num_decodes, len(slot_mapping), slice(None)
+        self._planned = {
+            kind: [
+                (everything, self._decodes.plan_captured(batch, count, kind, size)),
+                (everything, self._prompts.plan_captured(batch, count, kind)),
+            ]
+            for kind in dict.fromkeys(self._kinds)
+        }
+        self._copied.record()
+
+    def _begin(self, batch: StepBatch) -> None:
+        """Begin a plan, when no copy of an earlier one needs its memory any more."""
+        if batch.has_gaps and not all(map(LayerKind.may_share, self._kinds)):
+            raise ConfigError(
+                "the kernels count keys, not positions, but a request has lost pages in between; use "
+                "attn_backend='split_kv'"
+            )
+        # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the
+        # next plan. The copy was queued before the last step: with a pipeline depth of 1 it has ended by now.
+        self._copied.synchronize()
+        self._decodes.begin()
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         """Store keys and values in one launch, in either layout, straight from the output of the projection."""

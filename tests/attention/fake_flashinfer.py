@@ -31,6 +31,7 @@ class Wrapper:
     """
 
     plans: ClassVar[int] = 0
+    room: int | None = None  # tokens of a graph
 
     def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
         self.layout, self.options = kv_layout, options
@@ -54,7 +55,8 @@ class Wrapper:
         return_lse: bool = False, k_scale: float = 1.0, v_scale: float = 1.0,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         qo_indptr, kv_indptr, indices, last_page_len = self.arrays
-        assert len(q) == qo_indptr[-1] and q.dtype == self.how["q_data_type"]
+        assert len(q) == qo_indptr[-1] or qo_indptr[-1] < len(q) <= (self.room or 0)
+        assert q.dtype == self.how["q_data_type"]
         assert pages[0].dtype == self.how["kv_data_type"] and out.shape == q.shape
         assert (lse is not None and lse.shape == q.shape[:2]) == return_lse
         window = None if self.how["window_left"] == -1 else self.how["window_left"] + 1
@@ -97,11 +99,30 @@ class Decode(Wrapper):
 
 
 class Prefill(Wrapper):
+    """The wrapper for prompts, and for levels. For prompts in a CUDA graph, every plan has the same addresses."""
+
     def plan(
         self, qo_indptr: Tensor, indptr: Tensor, indices: Tensor, last_page_len: Tensor, qo: int, kv: int, dim: int,
-        page_size: int, *, causal: bool, **how: Any,
+        page_size: int, *, causal: bool, seq_lens: Tensor | None = None, **how: Any,
     ) -> None:  # fmt: skip
-        self.keep(qo_indptr, indptr, indices, last_page_len, page_size, causal, how)
+        if seq_lens is None:
+            self.keep(qo_indptr, indptr, indices, last_page_len, page_size, causal, how)
+            return
+        assert self.options["backend"] == "fa3" and self.options["use_cuda_graph"] and causal
+        named = {"qo_indptr": qo_indptr, "paged_kv_indptr": indptr, "paged_kv_last_page_len": last_page_len}
+        for name, array in named.items():
+            buffer = self.options[f"{name}_buf"]
+            assert array.dtype == buffer.dtype == torch.int32
+            buffer[:] = torch.full_like(buffer, -1)
+            buffer[:] = array  # of the same size
+        self.options["paged_kv_indices_buf"][: len(indices)] = indices
+        assert torch.equal((indptr.diff() - 1).clamp(min=0) * page_size + last_page_len, seq_lens)
+        assert (qo_indptr.diff() <= seq_lens).all() or self.room is None
+        self.room = self.room or int(qo_indptr[-1])
+        assert qo_indptr[-1] <= self.room
+        self.page_size, self.causal, self.how, self.total = page_size, causal, how, int(qo_indptr[-1])
+        names = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
+        self.arrays = tuple(self.options[f"{name}_buf"] for name in names)
 
 
 class Ragged:

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int32
+from torch import Tensor
 
 from mini_engine.attention.backend import CacheFormat, KVCache
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
-from mini_engine.transfer import pack, unpack
 
 logger = logging.getLogger(__name__)
 # For partial results of sequences whose keys are split among several thread blocks; all plans share it.
@@ -26,6 +27,7 @@ WORKSPACE_BYTES = 256 * 2**20
 # On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of hundreds of tokens or more, and slower for
 # decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
 FA3_MIN_TOKENS = 384
+ZERO = np.zeros(1, dtype=np.int32)
 CAPTURED_PROMPTS, CAPTURED_TOKENS = 32, 2048  # the most in a step whose prompts a CUDA graph computes
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per KV head
 
@@ -163,38 +165,37 @@ class FlashInferPrompts:
                 "paged_kv_indices_buf": wrappers.cache.layers[0][0].shape[0],
             },
         )  # fmt: skip
-        zeros, start = np.zeros(most + 1, dtype=np.int32), int(batch.kv_page_indptr[first])
+        pages = batch.kv_page_indptr[first:].numpy()
+        indices = batch.kv_page_indices[pages[0] :]
         if is_new:  # the first plan determines for how many tokens there is room
-            self._plan_padded(wrapper, kind, batch, zeros + CAPTURED_TOKENS, zeros, zeros[1:], zeros[1:], start)
-        rows = most - (batch.num_sequences - first)
+            self._plan_padded(
+                wrapper, kind, batch.page_size, indices[:0], np.array([0, CAPTURED_TOKENS]), *([ZERO] * 3)
+            )
         self._plan_padded(
-            wrapper, kind, batch,
-            np.pad(batch.qo_indptr[first:].numpy(), (0, rows), mode="edge"),
-            np.pad(batch.kv_page_indptr[first:].numpy() - start, (0, rows), mode="edge"),
-            np.pad(batch.kv_last_page_len[first:].numpy(), (0, rows)),
-            np.pad(batch.kv_lens[first:].numpy(), (0, rows)),
-            start,
+            wrapper, kind, batch.page_size, indices, batch.qo_indptr[first:].numpy(), pages - pages[0],
+            batch.kv_last_page_len[first:].numpy(), batch.kv_lens[first:].numpy(),
         )  # fmt: skip
         return wrapper
 
     def _plan_padded(
-        self, wrapper: Any, kind: LayerKind, batch: StepBatch, qo_indptr: np.ndarray, kv_indptr: np.ndarray,
-        last_page_len: np.ndarray, kv_lens: np.ndarray, first_page: int,
+        self, wrapper: Any, kind: LayerKind, page_size: int, indices: Int32[Tensor, " P"],
+        qo_indptr: np.ndarray, kv_indptr: np.ndarray, last_page_len: np.ndarray, kv_lens: np.ndarray,
     ) -> None:  # fmt: skip
-        """Plan from pinned memory, because copies from other memory may wait for the device."""
-        named = {"qo": qo_indptr, "kv": kv_indptr, "last": last_page_len, "lens": kv_lens}
-        arrays = unpack(pack(named, pin_memory=self._wrappers.cache.device.type == "cuda"), named)
+        """Plan with empty prompts at the end, from pinned memory, because other copies may wait for the device."""
+        pinned = self._wrappers.cache.device.type == "cuda"
+        arrays = torch.zeros(4, CAPTURED_PROMPTS + 1, dtype=torch.int32, pin_memory=pinned)
+        for row, own, end in zip(
+            arrays.numpy(),
+            (qo_indptr, kv_indptr, last_page_len, kv_lens),
+            (qo_indptr[-1], kv_indptr[-1], 0, 0),
+            strict=True,
+        ):
+            row[: len(own)], row[len(own) :] = own, end
+        qo, kv, last, lens = arrays
         wrapper.plan(
-            arrays["qo"],
-            arrays["kv"],
-            batch.kv_page_indices[first_page:],
-            arrays["last"],
-            *kind[:3],
-            batch.page_size,
-            causal=True,
-            seq_lens=arrays["lens"],
+            qo, kv, indices, last[:-1], *kind[:3], page_size, causal=True, seq_lens=lens[:-1],
             **self._wrappers.options(kind),
-        )
+        )  # fmt: skip
 
     def captures(self, kind: LayerKind) -> bool:
         """Return whether `plan_captured` supports a kind of layer."""

@@ -15,7 +15,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from mini_engine.attention.backend import CacheFormat
-from mini_engine.attention.flashinfer import Decodes, LayerKind, Wrappers
+from mini_engine.attention.captured import CapturedDecodes
+from mini_engine.attention.flashinfer import LayerKind, Wrappers
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.batch import StepBatch
 from mini_engine.kernels.flash_decoding import DecodeWork, FlashDecoding, last_keys_are_new, share_tiles
@@ -52,7 +53,7 @@ class PlannedDecode:
         return out
 
 
-class FlashDecodes(Decodes):
+class FlashDecodes(CapturedDecodes):
     """Our own decode kernel.
 
     Args:
@@ -63,7 +64,6 @@ class FlashDecodes(Decodes):
         split: see `share_tiles`.
     """
 
-    captures_steps: ClassVar[bool] = True
     split: ClassVar[int] = 0
 
     def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:

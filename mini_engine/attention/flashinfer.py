@@ -12,10 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Int32
-from torch import Tensor
 
 from mini_engine.attention.backend import CacheFormat, KVCache
 from mini_engine.attention.spec import AttentionSpec
@@ -27,8 +24,6 @@ WORKSPACE_BYTES = 256 * 2**20
 # On an H200, FlashAttention-3 is faster than FlashAttention-2 for prompts of hundreds of tokens or more, and slower for
 # decodes (experiment 06). It is used if the prompts of a step have this many new tokens on average.
 FA3_MIN_TOKENS = 384
-ZERO = np.zeros(1, dtype=np.int32)
-CAPTURED_PROMPTS, CAPTURED_TOKENS = 32, 2048  # the most in a step whose prompts a CUDA graph computes
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8, 16)  # query heads per KV head
 
 
@@ -149,61 +144,10 @@ class FlashInferPrompts:
         )
         return wrapper
 
-    def plan_captured(self, batch: StepBatch, first: int, kind: LayerKind) -> Any:
-        """Plan the same sequences on FlashAttention-3, at addresses that the kernels of all graphs read.
-
-        It always launches as many thread blocks, which read from the plan what they compute. Unlike after `plan`, the
-        queries that `run` takes are those of the whole step.
-        """
-        wrappers, most, is_new = self._wrappers, CAPTURED_PROMPTS, (kind, "fa3, graph") not in self._wrappers.made
-        prefill = wrappers.flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        make = partial(prefill, wrappers.workspace, wrappers.cache.layout, backend="fa3")
-        wrapper = wrappers.get(
-            kind, "fa3, graph", make,
-            {
-                "qo_indptr_buf": most + 1, "paged_kv_indptr_buf": most + 1, "paged_kv_last_page_len_buf": most,
-                "paged_kv_indices_buf": wrappers.cache.layers[0][0].shape[0],
-            },
-        )  # fmt: skip
-        pages = batch.kv_page_indptr[first:].numpy()
-        indices = batch.kv_page_indices[pages[0] :]
-        if is_new:  # the first plan determines for how many tokens there is room
-            self._plan_padded(
-                wrapper, kind, batch.page_size, indices[:0], np.array([0, CAPTURED_TOKENS]), *([ZERO] * 3)
-            )
-        self._plan_padded(
-            wrapper, kind, batch.page_size, indices, batch.qo_indptr[first:].numpy(), pages - pages[0],
-            batch.kv_last_page_len[first:].numpy(), batch.kv_lens[first:].numpy(),
-        )  # fmt: skip
-        return wrapper
-
-    def _plan_padded(
-        self, wrapper: Any, kind: LayerKind, page_size: int, indices: Int32[Tensor, " P"],
-        qo_indptr: np.ndarray, kv_indptr: np.ndarray, last_page_len: np.ndarray, kv_lens: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Plan with empty prompts at the end, from pinned memory, because other copies may wait for the device."""
-        pinned = self._wrappers.cache.device.type == "cuda"
-        arrays = torch.zeros(4, CAPTURED_PROMPTS + 1, dtype=torch.int32, pin_memory=pinned)
-        for row, own, end in zip(
-            arrays.numpy(),
-            (qo_indptr, kv_indptr, last_page_len, kv_lens),
-            (qo_indptr[-1], kv_indptr[-1], 0, 0),
-            strict=True,
-        ):
-            row[: len(own)], row[len(own) :] = own, end
-        qo, kv, last, lens = arrays
-        wrapper.plan(
-            qo, kv, indices, last[:-1], *kind[:3], page_size, causal=True, seq_lens=lens[:-1],
-            **self._wrappers.options(kind),
-        )  # fmt: skip
-
-    def captures(self, kind: LayerKind) -> bool:
-        """Return whether `plan_captured` supports a kind of layer."""
-        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
-        return self._has_fa3 and not kind.alibi and not kind.kv_dtype
-
     def _algorithm(self, kind: LayerKind, mean_tokens: float) -> str:
-        return "fa3" if self.captures(kind) and mean_tokens >= FA3_MIN_TOKENS else "fa2"
+        # FlashInfer's FlashAttention-3 has no ALiBi, and reads narrower keys only with queries of the same dtype.
+        use_fa3 = self._has_fa3 and not kind.alibi and not kind.kv_dtype and mean_tokens >= FA3_MIN_TOKENS
+        return "fa3" if use_fa3 else "fa2"
 
 
 class Decodes(ABC):
@@ -216,11 +160,9 @@ class Decodes(ABC):
     Attributes:
         returns_lse: whether the result can be merged with that of levels, or with sinks.
         waits_for_keys: see `AttentionBackend`.
-        captures_steps: whether there is `plan_captured`.
     """
 
     returns_lse: ClassVar[bool] = True
-    captures_steps: ClassVar[bool] = False
     waits_for_keys: ClassVar[bool] = True
 
     def __init__(self, kinds: Sequence[LayerKind], wrappers: Wrappers) -> None:
@@ -233,13 +175,6 @@ class Decodes(ABC):
 
     def begin(self) -> None:  # noqa: B027
         """Begin to plan a step. All copies of earlier plans to the device have ended."""
-
-    def plan_captured(self, batch: StepBatch, count: int, kind: LayerKind, size: int) -> Any:
-        """Plan the same sequences for a graph of `size` tokens, which is replayed for any count.
-
-        The queries that `run` takes are those of the whole step. Only called if `captures_steps`.
-        """
-        raise NotImplementedError
 
     @abstractmethod
     def plan(self, batch: StepBatch, count: int, kind: LayerKind, has_levels: bool) -> Any:

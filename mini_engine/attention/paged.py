@@ -17,16 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mini_engine.attention.backend import AttentionBackend, AttentionParts, KVCache
+from mini_engine.attention.captured import MOST_PROMPTS, MOST_TOKENS, CapturedDecodes, CapturedPrompts
 from mini_engine.attention.cascade import own_pages
-from mini_engine.attention.flashinfer import (
-    CAPTURED_PROMPTS,
-    CAPTURED_TOKENS,
-    Decodes,
-    FlashInferDecodes,
-    FlashInferPrompts,
-    LayerKind,
-    Wrappers,
-)
+from mini_engine.attention.flashinfer import Decodes, FlashInferDecodes, FlashInferPrompts, LayerKind, Wrappers
 from mini_engine.attention.flashinfer_cascade import FlashInferLevels
 from mini_engine.attention.levels import H200_COSTS, CascadeCosts
 from mini_engine.attention.spec import AttentionSpec
@@ -86,7 +79,7 @@ class PagedBackend(AttentionBackend):
         super().__init__(specs, cache, parts)
         self._kinds = [LayerKind.of(spec) for spec in specs]
         self.wrappers = Wrappers(cache)
-        self._prompts = self.prompts(self.wrappers)
+        self._prompts, self._captured = self.prompts(self.wrappers), CapturedPrompts(self.wrappers)
         self._fallback: Decodes = FlashInferDecodes(self._kinds, self.wrappers)
         able = [kind for kind, spec in zip(self._kinds, specs, strict=True) if decodes.computes(spec, cache)]
         self._decodes, self._able = decodes(able, self.wrappers), frozenset(able)
@@ -96,7 +89,10 @@ class PagedBackend(AttentionBackend):
             self.planner = self._levels.planner
             self.bypasses = self.bypasses - {"chunk_levels", "find_levels"}  # type: ignore[misc]
         self.captures_steps = self.captures_prompts and all(
-            kind in self._able and not kind.has_sinks and decodes.captures_steps and self._prompts.captures(kind)
+            kind in able
+            and not kind.has_sinks
+            and issubclass(decodes, CapturedDecodes)
+            and self._captured.supports(kind)
             for kind in self._kinds
         )
         self._copied = torch.cuda.Event()
@@ -114,11 +110,19 @@ class PagedBackend(AttentionBackend):
         Raises:
             ConfigError: if the pages of a request have gaps and a layer has a window or ALiBi.
         """
-        self._begin(batch)
+        if batch.has_gaps and not all(map(LayerKind.may_share, self._kinds)):
+            raise ConfigError(
+                "the kernels count keys, not positions, but a request has lost pages in between; use "
+                "attn_backend='split_kv'"
+            )
         self.slot_mapping = batch.slot_mapping
         count = batch.num_decodes
         levels = batch.levels if self._levels else ()
         own = own_pages(batch) if levels else batch
+        # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the
+        # next plan. The copy was queued before the last step: with a pipeline depth of 1 it has ended by now.
+        self._copied.synchronize()
+        self._decodes.begin()
         # The kinds of layers whose output is merged with that of levels.
         self._merged = frozenset(filter(LayerKind.may_share, self._kinds if levels else ()))
         self._planned = {
@@ -131,36 +135,27 @@ class PagedBackend(AttentionBackend):
 
     def can_capture(self, batch: StepBatch, size: int) -> bool:
         return (
-            size <= CAPTURED_TOKENS
-            and batch.num_sequences - batch.num_decodes <= CAPTURED_PROMPTS
+            size <= MOST_TOKENS
+            and batch.num_sequences - batch.num_decodes <= MOST_PROMPTS
             and len(batch.host_page_indices) <= self.cache.layers[0][0].shape[0]
+            and not batch.has_gaps
             and not (self._levels and batch.levels)
         )
 
     def plan_captured(self, batch: StepBatch, slot_mapping: Int[Tensor, " n"]) -> None:
-        self._begin(batch)
+        assert isinstance(self._decodes, CapturedDecodes), "see `captures_steps`"
+        self._copied.synchronize()  # see `plan`
+        self._decodes.begin()
         self.slot_mapping, self._merged = slot_mapping, frozenset()
         count, size, everything = batch.num_decodes, len(slot_mapping), slice(None)
         self._planned = {
             kind: [
                 (everything, self._decodes.plan_captured(batch, count, kind, size)),
-                (everything, self._prompts.plan_captured(batch, count, kind)),
+                (everything, self._captured.plan(batch, count, kind)),
             ]
             for kind in dict.fromkeys(self._kinds)
         }
         self._copied.record()
-
-    def _begin(self, batch: StepBatch) -> None:
-        """Begin a plan, when no copy of an earlier one needs its memory any more."""
-        if batch.has_gaps and not all(map(LayerKind.may_share, self._kinds)):
-            raise ConfigError(
-                "the kernels count keys, not positions, but a request has lost pages in between; use "
-                "attn_backend='split_kv'"
-            )
-        # A wrapper copies its plan to the GPU from pinned memory while the host goes on, and reuses that memory for the
-        # next plan. The copy was queued before the last step: with a pipeline depth of 1 it has ended by now.
-        self._copied.synchronize()
-        self._decodes.begin()
 
     def append(self, layer: int, k: Float[Tensor, "T Hk D"], v: Float[Tensor, "T Hk D"]) -> None:
         """Store keys and values in one launch, in either layout, straight from the output of the projection."""

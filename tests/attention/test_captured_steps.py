@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from mini_engine.attention import flash_decoding, flashinfer
 from mini_engine.attention.backend import BACKENDS
 from mini_engine.attention.batch_invariant_paged import FA3Prompts, SplitDecodes
+from mini_engine.attention.captured import MOST_PROMPTS
 from mini_engine.attention.flash_decoding import FlashDecodes
-from mini_engine.attention.flashinfer import CAPTURED_PROMPTS, Decodes, FlashInferDecodes
+from mini_engine.attention.flashinfer import Decodes, FlashInferDecodes
 from mini_engine.attention.paged import PagedBackend
 from mini_engine.attention.spec import AttentionSpec
 from mini_engine.attention.torch import TorchBackend
@@ -118,8 +119,8 @@ def test_what_a_graph_cannot_compute(fake: None) -> None:
         )  # fmt: skip
 
     backend = backend_of(PLAIN, levels=True)
-    assert backend.can_capture(step(CAPTURED_PROMPTS, 50), 2048)
-    assert not backend.can_capture(step(CAPTURED_PROMPTS + 1, 50), 2048), "more prompts than a plan has room for"
+    assert backend.can_capture(step(MOST_PROMPTS, 50), 2048)
+    assert not backend.can_capture(step(MOST_PROMPTS + 1, 50), 2048), "more prompts than a plan has room for"
     assert not backend.can_capture(step(2, 51), 2048), "more pages than the cache has, because some are shared"
     assert not backend.can_capture(step(2, 50), 2049)
     shared = prefixed(4, 3, 2)

@@ -20,6 +20,7 @@ from mini_engine.errors import RequestError, ScheduleError
 from mini_engine.logprobs import LogprobRows, keep_logprobs
 from mini_engine.request import FinishReason, PinnedPages, Request
 from mini_engine.scheduler import Schedule, Scheduler
+from mini_engine.speculative.branches import MOST_BRANCHES, Branches, possible_guesses
 from mini_engine.speculative.speculation import Speculation
 from mini_engine.step_input import Executor, StepInput, build_step_input
 
@@ -37,6 +38,7 @@ class Launched:
         admissions: [R] the admission that filled each of these rows; a later one means that the request has left.
         asked: tokens whose log probabilities the step computes, and the request of each.
         num_tokens: tokens of the step.
+        branches: of the step.
     """
 
     ticket: Any
@@ -44,6 +46,7 @@ class Launched:
     admissions: Int64[np.ndarray, " R"]
     asked: list[tuple[LogprobRows, list[Request]]]
     num_tokens: int
+    branches: Branches | None
 
 
 @dataclass(eq=False)
@@ -237,20 +240,22 @@ class Core:
         running, rows, left = self.scheduler.running, schedule.rows, self.scheduler.budget - schedule.num_tokens
         num_computed = running.num_computed[rows]
         decodes = (num_computed + 1 == running.num_known[rows]) & (num_computed >= running.num_prompt[rows])
-        decodes &= running.may_guess[rows] > 0
         own = rows[decodes]
         if not len(own):
             return schedule
         room = running.max_len[own] - running.num_known[own] - 1  # a token is sampled after the last guess, too
         most = np.minimum(room, left // len(own))
+        if num_branched := np.count_nonzero(is_branched := running.branches[own] > 0):
+            most[is_branched] = np.minimum(most[is_branched], MOST_BRANCHES // num_branched)
         token_ids, counts = speculation.guess(running, own, most, schedule.num_tokens)
+        counts, masks = possible_guesses(running, own, token_ids, counts)
         if not np.count_nonzero(counts) or not self.scheduler.reserve(own, 1 + counts):
             return schedule
         running.guess(own, token_ids, counts)
         num_new = schedule.num_new.astype(np.int64)
         num_new[decodes] += counts
         order = np.argsort(np.where(num_new == 1, 0, np.where(decodes, 1, 2)), kind="stable")  # prompts last
-        return replace(schedule, rows=rows[order], num_new=num_new[order], num_tokens=int(num_new.sum()))
+        return replace(schedule, rows=rows[order], num_new=num_new[order], num_tokens=int(num_new.sum()), masks=masks)
 
     def _ask_scheduler(self) -> Schedule | None:
         try:
@@ -271,7 +276,10 @@ class Core:
         num_prompt_tokens = sum(len(request.token_ids) for request in schedule.admitted)
         asked = [(tokens, running.requests_of(tokens.rows)) for tokens in step.logprobs]
         ticket = self._executor.launch(step)
-        self._in_flight.append(Launched(ticket, rows, running.admission[rows], asked, len(step.token_ids)))
+        self._in_flight.append(
+            Launched(ticket, rows, running.admission[rows], asked, len(step.token_ids), step.branches)
+        )
+        running.kept[:] = -1
         running.count(step.rows, step.num_new)
         return CoreStep(schedule, requests, step, num_prompt_tokens)
 
@@ -297,6 +305,8 @@ class Core:
             assert self.speculation is not None, "only guesses give a row several tokens"
             right = self.speculation.check(running, rows, token_ids, counts - 1)
             counts, ended = running.append_several(rows, token_ids, right + 1)
+            if launched.branches is not None:
+                running.kept[rows] = launched.branches.find(rows, counts - 1)
             for i in range(counts.max(initial=0)):
                 self.sampled.append(([requests[r] for r in np.flatnonzero(counts > i)], token_ids[counts > i, i]))
         for request in running.requests_of(ended):

@@ -26,6 +26,7 @@ from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
 from mini_engine.piecewise_graphs import PiecewiseGraphs
 from mini_engine.sampler import Logprobs, Sampler, logprobs_of
+from mini_engine.speculative.branches import MOST_BRANCHES, Branches
 from mini_engine.step_graphs import StepGraphs
 from mini_engine.step_input import GroupPages, SampledTokens, StepInput
 from mini_engine.transfer import keep_tokens, to_device
@@ -87,7 +88,10 @@ class LocalExecutor:
         bind = partial(bind_layers, model, batch_invariant=config.batch_invariant)
         self._compute = bind(backend)
         self._persistent, self._device = persistent, model.device
-        self._sampler = Sampler(config.max_batch_size, model.config.vocab_size, self._device, parts.sample)
+        most_branches = MOST_BRANCHES if config.speculative_config else 0
+        self._sampler = Sampler(
+            config.max_batch_size, model.config.vocab_size, self._device, parts.sample, most_branches
+        )
         self._last_token = torch.zeros(config.max_batch_size, dtype=torch.long, device=self._device)
         self._graphs = DecodeGraphs(
             graph_sizes,
@@ -121,10 +125,14 @@ class LocalExecutor:
     def launch(self, step: StepInput) -> Ticket:
         """Start a step; it reads nothing back from the device."""
         self.cache.copy_pages(step.copies.tolist())
+        self._sampler.keep(step.kept)
         self._sampler.enter(step.admitted)
+        if step.branches is not None:
+            self._sampler.branch(step.branches)
         if step.masks is not None:
             self._sampler.allow(**to_device(step.masks._asdict(), self._device))
-        rows, size = self._rows_of(step.logit_owners), self._graph_size(step)
+        owners, size = self._rows_of(step.logit_owners), self._graph_size(step)
+        rows = owners if step.branches is None else self._branched(step.logit_owners, step.branches)
         graph = self._graphs.get(size, tuple(level.padded_groups for level in self._upload(step))) if size else None
         batch = self._build(step, size)
         if graph:
@@ -134,7 +142,7 @@ class LocalExecutor:
             hidden = self._forward(batch)
             tokens, logits = self._sample(hidden, batch, rows) if len(rows) else (self._last_token[:0], hidden)
         logprobs = [self._logprobs(wanted, tokens, logits, hidden) for wanted in step.logprobs]
-        return self._keep(tokens, rows, step.num_logits[step.num_logits > 0], logprobs)
+        return self._keep(tokens, owners, step.num_logits[step.num_logits > 0], logprobs)
 
     def collect(self, ticket: Ticket) -> SampledTokens:
         """Wait for a step and return the tokens that it sampled, and their log probabilities."""
@@ -188,6 +196,12 @@ class LocalExecutor:
             # From pinned memory: a copy from other memory waits for the steps before it.
             self._rows, self._host_rows = to_device({"rows": rows}, self._device)["rows"], rows.tobytes()
         return self._rows
+
+    def _branched(self, owners: Int64[np.ndarray, " L"], branches: Branches) -> Int[Tensor, " L"]:
+        """Return the sampler's row of each row of logits, where some are those of branches."""
+        rows = owners.copy()
+        rows[branches.places] = self._sampler.first_branch + np.arange(len(branches.places))
+        return to_device({"rows": rows}, self._device)["rows"]
 
     def _upload(self, step: StepInput) -> tuple[PrefixLevel, ...]:
         """Return the levels of a step on the device; the same object while they are unchanged."""

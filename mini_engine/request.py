@@ -165,8 +165,9 @@ class Running:
         num_prompt: tokens of each request's prompt.
         max_len: most tokens of each request.
         waits: 1 if a token can be sampled only after the host knows all tokens before it, because a grammar reads them.
-        may_guess: 1 if one step may sample several tokens, because the output changes the logits only through the model
-            (speculative decoding).
+        branches: 1 if the output changes the logits in other ways than through the model, such as penalties and
+            grammars. Then each guess of speculative decoding has a branch of the sampler (`Branches`).
+        kept: branch of the last step that has become the state of the row's sampler; -1: none has.
         end_tokens: [n] times [rows]: end tokens of each request, padded with -1.
         admission: serial number of the admission that filled the row, to tell its request from earlier ones.
         requests: request of each row.
@@ -178,9 +179,10 @@ class Running:
     def __init__(self, max_rows: int, max_len: int, num_groups: int = 1) -> None:
         self.order = np.zeros(0, dtype=np.int64)
         self.tokens = np.zeros((max_rows, max_len), dtype=np.int32)
-        columns = np.zeros((9, max_rows), dtype=np.int64)
-        self.num_known, self.num_scheduled, self.num_computed, self.admission = columns[:4]
-        self.context_len, self.num_prompt, self.max_len, self.may_guess, self.waits = columns[4:]
+        columns = np.zeros((10, max_rows), dtype=np.int64)
+        self.num_known, self.num_scheduled, self.num_computed, self.admission, self.context_len = columns[:5]
+        self.num_prompt, self.max_len, self.branches, self.waits, self.kept = columns[5:]
+        self.kept[:] = -1
         self.num_evicted = np.zeros(num_groups * max_rows, dtype=np.int64)
         self.has_evicted = False
         self.end_tokens: list[Int64[np.ndarray, " rows"]] = []
@@ -206,7 +208,7 @@ class Running:
         self.num_prompt[row], self.max_len[row] = len(request.prompt_token_ids), request.max_len
         self.waits[row] = request.grammar is not None
         self.num_waiting += request.grammar is not None
-        self.may_guess[row] = not (request.params.depends_on_output or request.grammar)
+        self.branches[row] = request.params.depends_on_output or request.grammar is not None
         self.end_tokens += [np.full_like(self.max_len, -1) for _ in range(len(ends) - len(self.end_tokens))]
         for i, of_rows in enumerate(self.end_tokens):
             of_rows[row] = ends[i] if i < len(ends) else -1
@@ -226,7 +228,7 @@ class Running:
         self.num_contexts -= bool(request.context)
         self.num_asking -= request.asks_for_logprobs
         self.num_waiting -= request.grammar is not None
-        self.admission[row] = 0
+        self.admission[row], self.kept[row] = 0, -1
         del self._rows[request]
         if len(self.end_tokens) == len(request.end_token_ids):  # `append` compares with every column in every step
             del self.end_tokens[max((len(other.end_token_ids) for other in self._rows), default=0) :]

@@ -13,12 +13,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 from mini_engine import ops, sampling
 from mini_engine.sampling import RECORD_DTYPE, SamplingBatch, penalize, sampling_records
 from mini_engine.sampling_params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_EDITS, Admission
+from mini_engine.speculative.branches import Branches
 from mini_engine.transfer import start_copy, to_device
 
 # Flags of a record. A row without the first four has its logits sampled as they are.
@@ -43,9 +44,11 @@ class Sampler:
         vocab_size: tokens of the vocabulary.
         device: device of the logits.
         sample: chooses the tokens from the adjusted logits. On a GPU, kernels take the place of the default.
+        most_branches: further rows, for guesses (`speculative/branches.py`).
 
     Attributes:
         padding_row: a row that belongs to no request, for the padding of a CUDA graph. Its tokens mean nothing.
+        first_branch: the row of a step's first branch; those of the others follow.
         records: [rows, words] the numbers of each row, RECORD_DTYPE as int32.
         counts: [rows, V] how often the output of each penalized row has each token, at most 32,767 times.
         in_prompt: [rows, V / 32] bit mask: tokens that the prompt of a penalized row has.
@@ -63,10 +66,11 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str = "cpu",
         sample: Callable[[Tensor, SamplingBatch], Tensor] = sampling.sample,
+        most_branches: int = 0,
     ) -> None:
         self.padding_row, self.vocab_size, self._device = max_rows, vocab_size, torch.device(device)
-        self._sample = sample
-        rows, mask_words = max_rows + 1, -(-vocab_size // 32)
+        self._sample, self.first_branch = sample, max_rows + 1
+        rows, mask_words = self.first_branch + most_branches, -(-vocab_size // 32)
         self.records = self._zeros(np.int32, rows, RECORD_WORDS)
         self.counts = self._zeros(np.int16, rows, vocab_size)
         self.in_prompt = self._zeros(np.int32, rows, mask_words)
@@ -74,6 +78,9 @@ class Sampler:
         self.edits = self._zeros(np.int32, rows, MAX_EDITS, 3)
         self.bad_words = self._zeros(np.int32, rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN)
         self.recent = self._zeros(np.int32, rows, MAX_BAD_WORD_LEN)
+        self._tables = (
+            self.records, self.counts, self.in_prompt, self.allowed, self.edits, self.bad_words, self.recent
+        )  # fmt: skip
 
     def _zeros(self, dtype: type, *shape: int) -> Tensor:
         """Return a table of zeros; NumPy gets them from the system without writing them."""
@@ -141,6 +148,40 @@ class Sampler:
         if placed:
             self.counts.index_fill_(0, moved["counted"], 0)
             self.counts.view(-1).index_copy_(0, moved["places"], moved["times"])
+
+    def branch(self, branches: Branches) -> None:
+        """Copy the rows of some requests, and count guesses as if they were in the output: one row for each branch."""
+        rows = self.first_branch + np.arange(len(branches.rows))
+        of, index = np.nonzero(np.arange(branches.token_ids.shape[1]) < branches.counts[:, None])
+        tokens, is_recent = branches.token_ids[of, index], index >= branches.counts[of] - MAX_BAD_WORD_LEN
+        places, times = np.unique(rows[of] * self.vocab_size + tokens, return_counts=True)
+        arrays = {"sources": branches.rows, "rows": rows, "places": places, "times": times}
+        slots = (branches.positions[of] + index) % MAX_BAD_WORD_LEN
+        arrays |= {"slots": (rows[of] * MAX_BAD_WORD_LEN + slots)[is_recent], "recent": tokens[is_recent]}
+        if branches.masks is not None:
+            arrays |= {"masked": rows[branches.masked], "masks": branches.masks}
+        moved = to_device(arrays, self._device)
+        self._copy_rows(moved["sources"], moved["rows"])
+        counts = self.counts.view(-1)
+        more = counts[moved["places"]] + moved["times"]
+        counts[moved["places"]] = more.clamp(max=2**15 - 1).to(counts.dtype)
+        self.recent.view(-1)[moved["slots"]] = moved["recent"].to(self.recent.dtype)
+        if branches.masks is not None:
+            self.allow(moved["masked"], moved["masks"])
+
+    def keep(self, kept: Int64[np.ndarray, "K 2"]) -> None:
+        """Let branches of the last step be the state of some rows.
+
+        Args:
+            kept: rows, and the branch of each.
+        """
+        if len(kept):
+            moved = to_device({"rows": kept[:, 0], "branches": self.first_branch + kept[:, 1]}, self._device)
+            self._copy_rows(moved["branches"], moved["rows"])
+
+    def _copy_rows(self, sources: Int[Tensor, " n"], rows: Int[Tensor, " n"]) -> None:
+        for table in self._tables:
+            table.index_copy_(0, rows, table.index_select(0, sources))
 
     def allow(self, rows: Int[Tensor, " n"], masks: Int32[Tensor, "n words"]) -> None:
         """Replace the masks of rows that were admitted as masked, for structured output.

@@ -8,7 +8,7 @@ bookkeeping.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ class Schedule:
         num_shared: tokens of the admitted requests that need not be computed, because they are in shared pages.
         copies: pairs of pages; the first is copied to the second before the step writes.
         levels: prefixes that the requests share; see `StepBatch`.
+        masks: for rows with guesses and a grammar, what may follow each guess (`branches.py`).
     """
 
     rows: Rows
@@ -56,6 +57,7 @@ class Schedule:
     num_shared: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     levels: tuple[Level, ...] = ()
+    masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
 
 
 class Scheduler:

@@ -4,7 +4,7 @@ The core writes one for each step, and an executor reads it. So a list of them c
 executor, or sent to another process. Explained in chapter 07.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +17,7 @@ from mini_engine.ragged import members
 from mini_engine.request import Request, Running
 from mini_engine.sampling_params import Admission
 from mini_engine.scheduler import Schedule
+from mini_engine.speculative.branches import NOTHING_KEPT, Branches, branches_of, read_known
 
 NO_COPIES = np.zeros((0, 2), dtype=np.int32)
 
@@ -69,6 +70,8 @@ class StepInput:
         logprobs: tokens whose log probabilities the step computes; empty if no request asks for them.
         masks: the tokens that rows with a grammar may sample; None if there are no such rows.
         other_groups: the pages in the other groups of layers, if there are several; those above are the first group's.
+        branches: what the sampler needs for guesses of requests with penalties or a grammar; None if there are none.
+        kept: [K, 2] rows, and the branch of the last step that is the state of each row's sampler now.
     """
 
     rows: Int64[np.ndarray, " B"]
@@ -87,6 +90,8 @@ class StepInput:
     logprobs: tuple[LogprobRows, ...] = ()
     masks: TokenMasks | None = None
     other_groups: tuple[GroupPages, ...] = ()
+    branches: Branches | None = None
+    kept: Int64[np.ndarray, "K 2"] = field(default_factory=lambda: NOTHING_KEPT)
 
     @property
     def groups(self) -> tuple[GroupPages, ...]:
@@ -211,6 +216,7 @@ def build_step_input(
     if running.num_asking:
         logprobs = rows_with_logprobs(running.requests_of(rows), rows, num_new, num_computed, num_logits)
     masks = masks_of(rows[(num_logits > 0) & (running.waits[rows] > 0)], running) if running.num_waiting else None
+    kept = np.flatnonzero(running.kept >= 0)
     return StepInput(
         rows=rows,
         num_new=num_new,
@@ -228,6 +234,8 @@ def build_step_input(
         logprobs=logprobs,
         masks=masks,
         other_groups=tuple(others),
+        branches=branches_of(rows, num_logits, running, schedule.masks),
+        kept=np.stack([kept, running.kept[kept]], axis=1) if len(kept) else NOTHING_KEPT,
     )
 
 
@@ -261,9 +269,8 @@ def masks_of(rows: Rows, running: Running) -> TokenMasks | None:
     """
     masks = []
     for row, request in zip(rows.tolist(), running.requests_of(rows), strict=True):
-        assert request.grammar is not None, f"row {row} waits without a grammar"
-        start = int(running.num_prompt[row]) + request.grammar.num_accepted
-        request.grammar.accept(running.tokens[row, start : running.num_known[row]].tolist())
+        read_known(running, row)
+        assert request.grammar is not None
         masks.append(request.grammar.mask())
     return TokenMasks(rows, np.stack(masks)) if masks else None
 

@@ -117,6 +117,7 @@ def random_requests(rng: random.Random, longest: int) -> list[Arrival]:
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.0, 1.0]), seed=i, ignore_eos=True, logprobs=-1,
             top_p=rng.choice([1.0, 0.9]), prompt_logprobs=rng.choice([None, -1]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.01, 0.5]),
             max_tokens=rng.randint(1, min(longest - len(prompt), 90)),
         )  # fmt: skip
         made.append((f"request {i}", prompt, params))

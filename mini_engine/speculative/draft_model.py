@@ -11,6 +11,8 @@ the total variation distance of the probabilities, a guess is right with a proba
 gets to 1 - TV, but needs the probabilities of every guess, and its output depends on the draft model.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from jaxtyping import Int32, Int64
 
@@ -61,7 +63,8 @@ class DraftModelDrafter:
         for i in range(1, self._num_tokens):
             own = rows[counts > i]
             if len(own):
-                self._guesses[own, i] = self._step(own, np.ones_like(own), self._guesses[own, i - 1])
+                states = self._states(running, own[running.branches[own] > 0], i)
+                self._guesses[own, i] = self._step(own, np.ones_like(own), self._guesses[own, i - 1], admitted=states)
         return self._guesses[rows, : counts.max(initial=0)], counts
 
     def forget(self) -> None:
@@ -89,7 +92,7 @@ class DraftModelDrafter:
         """Compute the known tokens whose keys are missing, in steps of limited size, and sample the first guesses."""
         is_new = self._admission[rows] == 0
         self._admission[rows] = running.admission[rows]
-        admitted = [admission_of(request, running) for request in running.requests_of(rows[is_new])]
+        admitted = self._states(running, rows[is_new | (running.branches[rows] > 0)], 0)
         while len(rows):
             left = running.num_known[rows] - self._num_computed[rows]
             num_new = np.clip(self._max_tokens - (left.cumsum() - left), 0, left)
@@ -105,6 +108,18 @@ class DraftModelDrafter:
             token_ids = running.tokens[token_rows, positions]
             self._guesses[own[ends], 0] = self._step(own, num_new, token_ids, num_logits, num_decodes, admitted)
             rows, admitted = rows[self._num_computed[rows] < running.num_known[rows]], []
+
+    def _states(self, running: Running, rows: Int64[np.ndarray, " n"], num_guesses: int) -> list[Admission]:
+        """Return what the sampler needs to know of some rows, if so many guesses were in the output.
+
+        Penalties are right only if no wrong guess has been counted. Grammars are left to the target.
+        """
+        states = []
+        for row, request in zip(rows.tolist(), running.requests_of(rows), strict=True):
+            own = admission_of(request, running)
+            output = np.concatenate([own.output_token_ids, self._guesses[row, :num_guesses]])
+            states.append(replace(own, output_token_ids=output.astype(np.int32), is_masked=False))
+        return states
 
     def _step(
         self,

@@ -67,7 +67,7 @@ class Speculation:
         # until when the choice stands.
         self._limits, self._chosen_for = np.zeros((2, self._max_rows), dtype=np.int64)
         self._asks, self._stands_until = True, 0
-        self._num_asked, self._any_may_guess = 0, False  # of the rows that `asks` has looked at last
+        self._num_asked = 0  # rows that `asks` has looked at last
         self._explore_at, self._explore_after = EXPLORE, EXPLORE
         self._could_pay = True  # whether guesses would pay if all were right
         # The admission of each row's last request with guesses.
@@ -132,11 +132,10 @@ class Speculation:
         turn, num_tokens = self._turn + 1, len(rows)
         # Mostly without a look at the rows, because the steps of small models wait for the host.
         if num_tokens != self._num_asked or turn >= self._stands_until:
-            rows = rows[running.may_guess[rows] > 0]
-            self._num_asked, self._any_may_guess = num_tokens, len(rows) > 0
-            if self._any_may_guess:
+            self._num_asked = num_tokens
+            if num_tokens:
                 self._choose(running, rows, num_tokens, turn)
-        return self._any_may_guess and (self._asks or (self._could_pay and turn >= self._explore_at))
+        return num_tokens > 0 and (self._asks or (self._could_pay and turn >= self._explore_at))
 
     def _choose(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int, turn: int) -> None:
         """Choose how many guesses each row has, and whether steps should be pipelined, unless an earlier choice stands.

@@ -124,7 +124,7 @@ def tokens_per_second(
     simulated, rows = Simulated(right, seed=1), np.arange(num_rows)
     speculation, host = Speculation(simulated, 4, num_rows, depth > 0, simulated.clock), 0.2 * depth
     running = Running(num_rows, 8)
-    running.admission[rows] = running.may_guess[rows] = 1
+    running.admission[rows] = 1
     tokens = in_flight = 0
     for _ in range(num_steps):
         counts = np.full(num_rows, num_guesses or 0)
@@ -213,7 +213,7 @@ def test_a_drafter_is_asked_for_those_rows_that_get_guesses() -> None:
     drafter, rows = Drafter(0.0, seed=1), np.arange(64)
     speculation = Speculation(drafter, 4, 64, False, drafter.clock)
     running = Running(64, 8)
-    running.admission[rows] = running.may_guess[rows] = 1
+    running.admission[rows] = 1
     for _ in range(500):
         speculation.begin_step()
         _, counts = speculation.guess(running, rows, np.full(64, 4), 64)

@@ -119,6 +119,7 @@ class Core:
             collected.append(self._in_flight[0].num_tokens)
             self._collect()
         if speculation is not None:
+            speculation.observe(self.scheduler.running)
             speculation.end_step(collected if launched.step else (), is_pipelined, is_idle=not self.requests)
         return launched
 

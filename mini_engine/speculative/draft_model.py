@@ -12,6 +12,7 @@ gets to 1 - TV, but needs the probabilities of every guess, and its output depen
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -32,6 +33,8 @@ class DraftModelDrafter:
         max_model_len: longest text that the model takes.
         max_num_batched_tokens: most tokens in one of its steps.
     """
+
+    is_search: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ other dtypes as far as the logits of a token round alike with one token in the s
 2023, "Fast inference from transformers via speculative decoding", with shared randomness instead of their test).
 """
 
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
@@ -20,7 +20,13 @@ from mini_engine.speculative.config import SpeculativeConfig
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses tokens. What it guesses changes how fast a request is, and nothing else."""
+    """Guesses tokens. What it guesses changes how fast a request is, and nothing else.
+
+    Attributes:
+        is_search: whether it searches the known tokens, so that a guess costs the device nothing.
+    """
+
+    is_search: ClassVar[bool]
 
     def propose(
         self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"]

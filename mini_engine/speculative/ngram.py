@@ -4,6 +4,8 @@ This is prompt lookup (Saxena 2023). It needs no model, and guesses well where a
 summaries, code.
 """
 
+from typing import ClassVar
+
 import numpy as np
 from jaxtyping import Int32, Int64
 
@@ -17,6 +19,8 @@ class NgramDrafter:
         longest: largest n.
         shortest: smallest n.
     """
+
+    is_search: ClassVar[bool] = True
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._longest, self._shortest = longest, shortest

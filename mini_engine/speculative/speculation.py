@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64, Int, Int32, Int64
@@ -11,15 +12,50 @@ from mini_engine.speculative.cost_model import FIRST_STEPS, Acceptance, StepSeco
 from mini_engine.speculative.drafter import Drafter, num_accepted
 
 # Steps for which the numbers of guesses stand, while there are guesses and while there are none. Choosing takes the
-# host 0.1 to 0.4 ms, as much as half a step of a small model.
-GUESSING, PAUSING = 4, 16
+# host 0.1 to 0.4 ms, as much as half a step of a small model. Without guesses the numbers stand for longer if silent
+# guesses show when that changes.
+GUESSING, PAUSING, PAUSING_SILENTLY = 4, 16, 64
 NEW_REQUESTS = 0.25  # of the requests; with more, the numbers are chosen at once
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
 # Steps after which some requests have a guess in any case, because guesses may have become right, unless even right
 # ones would not pay: first, and after guesses that were all wrong, each time twice as many up to a limit.
 EXPLORE, EXPLORE_LATEST = 64, 256
 SHARE = 8  # one of so many requests
-HITS_KEPT = 0.95  # what the share of requests for which a guess was found counts after another step
+SILENT, SILENT_LATEST = 8, 64  # steps after which guesses are made silently: first, and after none was right
+# What the share of requests for which a guess was found counts after another step, and after silent guesses, which
+# stand for several steps. After so many steps in a row without any, it is halved, and steps are pipelined again.
+HITS_KEPT, HITS_KEPT_SILENTLY, MISSES = 0.95, 0.9, 4
+CAUTION = 0.45  # how many standard deviations of a single hit the share is taken to be lower, where it decides
+
+
+@dataclass(frozen=True)
+class SilentGuesses:
+    """Guesses that no step computes.
+
+    Attributes:
+        rows: rows of the requests.
+        admissions: which filled these rows.
+        num_known: tokens of each that were known.
+        token_ids: guesses of the tokens after these.
+        counts: how many of them count.
+    """
+
+    rows: Int64[np.ndarray, " B"]
+    admissions: Int64[np.ndarray, " B"]
+    num_known: Int64[np.ndarray, " B"]
+    token_ids: Int32[np.ndarray, "B K"]
+    counts: Int64[np.ndarray, " B"]
+
+    def compared(
+        self, running: Running
+    ) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
+        """Return the rows that have the same request, how many of their guesses can be told, and how many are right."""
+        live = running.admission[self.rows] == self.admissions
+        rows, known, token_ids = self.rows[live], self.num_known[live], self.token_ids[live]
+        counts = np.minimum(self.counts[live], running.num_known[rows] - known)
+        index = np.minimum(known[:, None] + np.arange(token_ids.shape[1]), running.tokens.shape[1] - 1)
+        right = (running.tokens[rows[:, None], index] == token_ids) & (np.arange(index.shape[1]) < counts[:, None])
+        return rows, counts, np.logical_and.accumulate(right, axis=1).sum(axis=1, dtype=np.int64)
 
 
 class Speculation:
@@ -28,6 +64,10 @@ class Speculation:
     A guess follows tokens that the host knows. So before a step with guesses, the previous step must have been
     collected, and the device waits for the host. A pipelined step is launched while the previous one runs. Both kinds
     of steps are measured, and guesses are only made if that pays although the steps before them are not pipelined.
+
+    How often guesses are right must be known before it pays to compute them. A search in the text costs the device
+    nothing. So while a request has no guesses, some are made *silently*: no step computes them, and they are compared
+    with the tokens that are sampled in any case. A draft model's guesses are explored instead, which costs a step.
 
     Args:
         drafter: guesses tokens.
@@ -66,12 +106,14 @@ class Speculation:
         # What was chosen last: guesses for each row and its admission then; whether steps should not be pipelined; and
         # until when the choice stands.
         self._limits, self._chosen_for = np.zeros((2, self._max_rows), dtype=np.int64)
-        self._asks, self._stands_until = True, 0
+        self._asks, self._stands_until, self._misses = True, 0, 0
         self._num_asked = 0  # rows that `asks` has looked at last
         self._explore_at, self._explore_after = EXPLORE, EXPLORE
         self._could_pay = True  # whether guesses would pay if all were right
         # The admission of each row's last request with guesses.
         self._guessed_for = np.zeros(self._max_rows, dtype=np.int64)
+        self._silent: SilentGuesses | None = None
+        self._silent_at, self._silent_after = SILENT, SILENT
         self._ended: float | None = None
 
     def begin_step(self) -> None:
@@ -98,7 +140,7 @@ class Speculation:
         most = np.minimum(most, self._most(len(rows), num_tokens))
         limits = np.minimum(self._limits[rows], most)
         limits[self._chosen_for[rows] != running.admission[rows]] = 0  # a new request waits for the next choice
-        if self._turn >= self._explore_at and self._step_seconds.knows(num_tokens) and self._could_pay:
+        if self._explores(self._turn) and self._step_seconds.knows(num_tokens):
             self._explore_at = self._turn + self._explore_after
             self._explore_after = min(2 * self._explore_after, EXPLORE_LATEST)
             some = (self._turn + np.arange(max(len(rows) // SHARE, 1))) % len(rows)
@@ -117,10 +159,17 @@ class Speculation:
         found, num_found = self.drafter.propose(running, asked, limits[places])
         if is_known:  # otherwise a drafter has read the prompt
             self._guess_seconds.add(len(asked), (self._clock() - start) / deepest)
-        self._hits = HITS_KEPT * self._hits + (1 - HITS_KEPT) * np.count_nonzero(num_found) / len(places)
+        self._note_hits(num_found)
+        self._misses = 0 if num_found.any() else self._misses + 1
+        if self._can_pipeline and self._misses >= MISSES:
+            self._asks, self._misses, self._limits[rows], self._hits = False, 0, 0, self._hits / 2
+            self._stands_until = self._turn + PAUSING
         token_ids, counts = np.zeros((len(rows), found.shape[1]), dtype=np.int32), np.zeros_like(limits)
         token_ids[places], counts[places] = found, num_found
         return token_ids, counts
+
+    def _note_hits(self, num_found: Int64[np.ndarray, " n"], kept: float = HITS_KEPT) -> None:
+        self._hits = kept * self._hits + (1 - kept) * np.count_nonzero(num_found) / len(num_found)
 
     def asks(self, running: Running, rows: Int64[np.ndarray, " B"]) -> bool:
         """Return whether the next step should have guesses, so that it cannot be pipelined.
@@ -135,7 +184,41 @@ class Speculation:
             self._num_asked = num_tokens
             if num_tokens:
                 self._choose(running, rows, num_tokens, turn)
-        return num_tokens > 0 and (self._asks or (self._could_pay and turn >= self._explore_at))
+        return num_tokens > 0 and (self._asks or self._explores(turn))
+
+    def _explores(self, turn: int) -> bool:
+        """Return whether the step of a turn has some guesses in any case."""
+        return not self.drafter.is_search and self._could_pay and turn >= self._explore_at
+
+    def observe(self, running: Running) -> None:
+        """Compare silent guesses with the tokens that have become known, and make the next ones.
+
+        Args:
+            running: the running requests.
+        """
+        if self._turn < self._silent_at or not self.drafter.is_search:
+            return
+        if self._silent is not None:
+            rows, counts, right = self._silent.compared(running)
+            self._acceptance.add(rows, counts, right)
+            if right.any():
+                self._silent_after, self._stands_until = SILENT, self._turn
+            else:
+                self._silent_after = min(2 * self._silent_after, SILENT_LATEST)
+            self._silent = None
+        self._silent_at = self._turn + self._silent_after
+        rows = running.order
+        rows = rows[(running.num_known[rows] > running.num_prompt[rows]) & (self._limits[rows] == 0)]
+        if self._could_pay and len(rows):
+            self._acceptance.enter(rows, running.admission[rows])
+            most = np.minimum(running.max_len[rows] - running.num_known[rows], self._num_tokens)
+            token_ids, counts = self.drafter.propose(running, rows, most)
+            self._note_hits(counts, HITS_KEPT_SILENTLY)
+            if counts.any():  # there is something to compare
+                self._silent_at = self._turn + SILENT
+            self._silent = SilentGuesses(
+                rows, running.admission[rows], running.num_known[rows].copy(), token_ids.copy(), counts
+            )
 
     def _choose(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int, turn: int) -> None:
         """Choose how many guesses each row has, and whether steps should be pipelined, unless an earlier choice stands.
@@ -152,19 +235,23 @@ class Speculation:
             return
         self._acceptance.enter(rows, admissions)
         self._chosen_for[rows], self._limits[rows] = admissions, 0
+        if num_new:
+            self._silent_at = min(self._silent_at, turn + SILENT)
         if not self._step_seconds.knows(num_tokens):  # without measured steps of both kinds, no gain is known
             self._asks, self._stands_until = True, turn + FIRST_STEPS
         elif self._can_pipeline and not self._pipelined_seconds.knows(num_tokens):
             self._asks, self._stands_until = False, turn + FIRST_STEPS
         else:
             limits = self._best(rows, num_tokens, right := self._acceptance.of(rows))
-            self._asks = self._pays(limits, right, num_tokens, self._hits)
+            hits = self._hits - CAUTION * (self._hits * (1 - self._hits)) ** 0.5
+            self._asks = self._pays(limits, right, num_tokens, hits)
             if self._asks:
                 self._limits[rows] = limits
             all_right = np.ones(len(rows))
             ideal = self._best(rows, num_tokens, all_right)
             self._could_pay = bool(ideal.any()) and self._pays(ideal, all_right, num_tokens, 1.0)
-            self._stands_until = turn + (GUESSING if self._limits[rows].any() else PAUSING)
+            pause = PAUSING_SILENTLY if self.drafter.is_search else PAUSING
+            self._stands_until = turn + (GUESSING if self._limits[rows].any() else pause)
 
     def _pays(
         self, limits: Int64[np.ndarray, " B"], right: Float64[np.ndarray, " B"], num_tokens: int, hits: float

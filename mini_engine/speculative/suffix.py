@@ -7,6 +7,8 @@ continuations the most frequent one is guessed. Two parts of the paper are left 
 outputs, and the score that compares the continuations of all matching suffixes.
 """
 
+from typing import ClassVar
+
 import numpy as np
 from jaxtyping import Int32, Int64
 
@@ -128,6 +130,8 @@ class SuffixDrafter:
         shortest: shortest suffix, in tokens, at least 1.
         factor: most guesses for each token of the first suffix.
     """
+
+    is_search: ClassVar[bool] = True
 
     def __init__(self, longest: int, shortest: int, factor: float) -> None:
         self._longest, self._shortest, self._factor = longest, shortest, factor

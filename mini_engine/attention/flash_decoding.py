@@ -79,7 +79,9 @@ class FlashDecodes(CapturedDecodes):
         self._work: dict[tuple[int | None, ...], DecodeWork] = {}
         self._graph_memory: dict[tuple[int, int, int | None, bool], UInt8[Tensor, " bytes"]] = {}
         self._being_copied: list[UInt8[Tensor, " bytes"]] = []
-        self._pages = torch.empty(0, dtype=torch.int32)  # of the decodes of a captured step
+        # Of captured steps with prompts: what their decodes are, and the pages of these.
+        self._step_memory: dict[tuple[int, int, int | None], UInt8[Tensor, " bytes"]] = {}
+        self._pages = torch.empty(0, dtype=torch.int32)
 
     @staticmethod
     def computes(spec: AttentionSpec, cache: CacheFormat) -> bool:
@@ -129,15 +131,15 @@ class FlashDecodes(CapturedDecodes):
             shared = share_tiles(batch.kv_lens[:count].numpy(), indptr, num_ranges, False, window, self.split)
             arrays["ranges"], arrays["requests"][:count] = shared["ranges"], shared["requests"]
         packed = pack(arrays, pin_memory=cache.device.type == "cuda")
-        key = size, num_ranges, window, False
-        if key not in self._graph_memory:
-            self._graph_memory[key] = torch.empty(len(packed), dtype=torch.uint8, device=cache.device)
+        key = size, num_ranges, window
+        if key not in self._step_memory:
+            self._step_memory[key] = torch.empty(len(packed), dtype=torch.uint8, device=cache.device)
         if not len(self._pages):
             self._pages = torch.empty(cache.layers[0][0].shape[0], dtype=torch.int32, device=cache.device)
-        copy_pinned(self._graph_memory[key], packed)
+        copy_pinned(self._step_memory[key], packed)
         self._being_copied.append(packed)
         self._pages[: indptr[-1]] = batch.kv_page_indices[: indptr[-1]]
-        return DecodeWork(**unpack(self._graph_memory[key], arrays), pages=self._pages)
+        return DecodeWork(**unpack(self._step_memory[key], arrays), pages=self._pages)
 
     def _upload(
         self, batch: StepBatch, count: int, num_ranges: int, window: int | None, has_levels: bool

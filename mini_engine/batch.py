@@ -164,7 +164,7 @@ class StepBatch:
             levels: see the class.
             page_capacity: see the class.
             device: the model's device, if `into` is not given.
-            into: buffers that receive the arrays; default new ones on `device`.
+            into: buffers that receive the arrays; default new ones on `device`, and the call waits for their copy.
 
         Returns:
             The step.
@@ -227,6 +227,8 @@ class StepBatch:
         # A token's logits are the distribution of the next token.
         np.add(positions[logit_rows], ONE, out=predicted)
         buffers.upload()
+        if into is None and buffers.is_on_gpu:  # the memory on the host may be gone before the copy begins
+            torch.cuda.current_stream(device).synchronize()
         return cls(
             **buffers.views,
             page_positions=first_keys,
@@ -325,6 +327,10 @@ class StepBuffers:
             self.views["kv_page_indices"] = self._device_pages[span]
         return is_new
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
     def page_positions(self) -> tuple[Int64[np.ndarray, " P"], Int64[Tensor, " P"]]:
         """Return the memory of `page_positions`, on the host and on the device; without this call, none is copied."""
         span = slice(self._used, self._used + self._num_pages)
@@ -333,7 +339,7 @@ class StepBuffers:
 
     def upload(self) -> None:
         """Start copying the arrays to the device."""
-        if self._on_device is not self._on_host:
+        if self.is_on_gpu:
             copy_pinned(self._on_device[: self._used], self._on_host[: self._used])
 
     def _allocate(self, size: int) -> None:
@@ -343,7 +349,7 @@ class StepBuffers:
         on_device = on_host = (
             torch.empty(size, dtype=torch.int64, device=self._device) if self._memory is None else self._memory
         )
-        if self._device.type == "cuda":
+        if self.is_on_gpu:
             on_host = torch.empty(size, dtype=torch.int64, pin_memory=True)
         host_pages, device_pages = on_host.numpy().view(np.int32), on_device.view(torch.int32)
         # One assignment without a call, so that an error or an interrupt leaves all of the old memory or none of it.

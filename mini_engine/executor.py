@@ -161,6 +161,7 @@ class LocalExecutor:
         """Compute a step that samples nothing, and return the final hidden state of each of its tokens."""
         return self._forward(self._build(step, None))
 
+    @torch.inference_mode()  # as in a step: backends keep memory of their own, which steps write as well
     def capture(self) -> None:
         """Compile the sampler and capture all CUDA graphs now, rather than when a step first needs them."""
         if self._device.type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,13 @@ COUNTS = (1, 2, 7, 8, 9, 16, 31, 64, 65, 100, 128, 200, 256, 1000, 2048)
 
 
 @pytest.fixture(autouse=True)
-def _no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch keeps a workspace for each stream, so that of earlier tests, and then this one, must go."""
     pytest.importorskip("flashinfer")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def random_rows(*shape: int, seed: int = 0) -> Tensor:

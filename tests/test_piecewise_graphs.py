@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.attention.backend import create_backend
-from mini_engine.attention.paged import PagedBackend
 from mini_engine.batch import StepBatch
 from mini_engine.config import EngineConfig
 from mini_engine.defaults import resolve
@@ -195,10 +194,9 @@ class WholeSteps(Steps):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attn_backend", ["flash_decoding", "batch_invariant"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_captured_steps_compute_the_layers(family: str, attn_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_compute_the_layers(family: str, attn_backend: str) -> None:
     """One graph computes steps of many prompts and decodes, and of either alone."""
     pytest.importorskip("flashinfer")
-    monkeypatch.setattr(PagedBackend, "captures_prompts", True)
     theirs = transformers_model(family, seed=2, dtype=torch.bfloat16, head_dim=128, hidden_size=64)
     model = our_model(copy.deepcopy(theirs), parts=default_parts(torch.device("cuda"))).to("cuda")
     whole, by_kernel = (steps(model, attn_backend, (64, 128)) for steps in (WholeSteps, Steps))
@@ -229,7 +227,6 @@ class StepRecorder(StepGraphs):
 def test_requests_get_the_same_tokens_from_captured_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch-invariant engine, with the pipeline: prompts that arrive beside the decodes of earlier ones."""
     pytest.importorskip("flashinfer")
-    monkeypatch.setattr(PagedBackend, "captures_prompts", True)
     monkeypatch.setattr("mini_engine.executor.StepGraphs", StepRecorder)
     changes = {"head_dim": 128, "hidden_size": 64, "max_position_embeddings": 512, "vocab_size": 64}
     theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, **changes)

@@ -64,7 +64,7 @@ class PagedBackend(AttentionBackend):
     takes_stored_keys: ClassVar[bool] = True
     takes_single_queries: ClassVar[bool] = True
     prompts: ClassVar[type[FlashInferPrompts]] = FlashInferPrompts
-    captures_prompts: ClassVar[bool] = False
+    captures_prompts: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class SparsePagedBackend(PagedBackend):
         selection: selects the pages of decodes, and attends to them.
     """
 
+    captures_prompts: ClassVar[bool] = False
     outputs_apart: ClassVar[bool] = True
 
     def __init__(

@@ -37,11 +37,7 @@ PLAIN = AttentionSpec(0, num_qo_heads=4, num_kv_heads=2, head_dim=64, scale=0.1)
 SPECS = (PLAIN, replace(PLAIN, layer=1, window=21, softcap=2.0), replace(PLAIN, layer=2, scale=0.2))
 
 
-class Capturing(PagedBackend):
-    captures_prompts: ClassVar[bool] = True
-
-
-class CapturingInvariant(Capturing):
+class Invariant(PagedBackend):
     prompts = FA3Prompts
 
 
@@ -65,7 +61,7 @@ def addresses(backend: PagedBackend) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("backend_class", "decodes"), [(Capturing, FlashDecodes), (CapturingInvariant, SplitDecodes)], ids=["auto", "split"]
+    ("backend_class", "decodes"), [(PagedBackend, FlashDecodes), (Invariant, SplitDecodes)], ids=["auto", "split"]
 )
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @settings(max_examples=6, deadline=None)
@@ -102,11 +98,11 @@ def test_a_recorded_step_computes_other_steps(
 
 
 def test_what_a_graph_cannot_compute(fake: None) -> None:
-    def backend_of(*specs: AttentionSpec, decodes: type[Decodes] = FlashDecodes, **options: Any) -> Capturing:
-        return Capturing(specs, PagedKVCache(specs, 50, 16, torch.float64), Parts(), decodes=decodes, **options)
+    def backend_of(*specs: AttentionSpec, decodes: type[Decodes] = FlashDecodes, **options: Any) -> PagedBackend:
+        return PagedBackend(specs, PagedKVCache(specs, 50, 16, torch.float64), Parts(), decodes=decodes, **options)
 
     slopes = replace(PLAIN, alibi_slopes=(0.25, 0.0625, 0.015625, 0.00390625))
-    assert backend_of(PLAIN).captures_steps and not PagedBackend.captures_prompts
+    assert backend_of(PLAIN).captures_steps
     assert not backend_of(slopes).captures_steps
     assert not backend_of(replace(PLAIN, has_sinks=True)).captures_steps
     assert not backend_of(replace(PLAIN, kv_dtype=torch.float8_e4m3fn)).captures_steps
@@ -146,7 +142,6 @@ def test_engines_give_every_request_the_same_tokens(
     monkeypatch.setattr("mini_engine.engine.piece_sizes", lambda config, device: (3, 8, 20))
     monkeypatch.setattr("mini_engine.executor.StepGraphs", Recorder)
     monkeypatch.setattr(FlashDecodes, "computes", lambda spec, cache: True)  # of small heads, too
-    monkeypatch.setattr(PagedBackend, "captures_prompts", True)
     on_cpu: dict[str, Any] = {"devices": ("cpu",), "dtypes": (torch.float64,), "package": None, "page_size": 16}
     own = replace(BACKENDS["flash_decoding"], **on_cpu, sizes=lambda spec, cache: None)
     monkeypatch.setitem(BACKENDS, "flash_decoding", own)

@@ -172,6 +172,6 @@ def test_many_plans_may_be_made_ahead_of_the_device(gpu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", sorted(TINY.keys() - {"deepseek_v2"}))  # its attention has backends of its own
 def test_greedy_tokens_are_those_of_the_reference(gpu: torch.device, family: str, kv_layout: str) -> None:
     check_greedy(gpu, family, attn_backend="flashinfer", kv_layout=kv_layout)

@@ -216,29 +216,38 @@ class DecodeGraphs:
                 buffers.forget()
         rows = torch.full((size,), self._padding_row, device=self._device)
         self._plan(batch)
-        return DecodeGraph(rows, self._padding_row, self._record(lambda: self._step(batch, rows)))
+        replay = record(lambda: self._step(batch, rows), self._pool, self._device)
+        return DecodeGraph(rows, self._padding_row, replay)
 
     def _new_buffers(self) -> list[StepBuffers]:
         return [StepBuffers(self._device, memory) for memory in self._memory]
 
-    def _record(self, run: Callable[[], TokensAndLogits]) -> Callable[[], TokensAndLogits]:
-        if self._device.type != "cuda":
-            return run
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles kernels, and lets libraries choose theirs, before the capture
-            run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            tokens, logits = run()
-        logits = borrow(logits)  # the next graph may be captured into the memory of these
 
-        def replay() -> TokensAndLogits:
-            graph.replay()
-            return tokens, logits
+def record(run: Callable[[], TokensAndLogits], pool: Any, device: torch.device) -> Callable[[], TokensAndLogits]:
+    """Capture a function that launches kernels on a GPU, and return its replay; on a CPU, return the function.
 
-        return replay
+    Args:
+        run: the function.
+        pool: memory that several graphs share.
+        device: where it runs.
+    """
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # compiles kernels, and lets libraries choose theirs, before the capture
+        run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        tokens, logits = run()
+    logits = borrow(logits)  # the next graph may be captured into the memory of these
+
+    def replay() -> TokensAndLogits:
+        graph.replay()
+        return tokens, logits
+
+    return replay
 
 
 def _empty_level(groups: int, size: int, device: torch.device) -> PrefixLevel:

@@ -25,6 +25,7 @@ from mini_engine.logprobs import LogprobArrays, LogprobRows
 from mini_engine.models.base import LanguageModel
 from mini_engine.models.transform import bind_layers
 from mini_engine.piecewise_graphs import PiecewiseGraphs
+from mini_engine.sample_graphs import SampleGraphs
 from mini_engine.sampler import Logprobs, Sampler, logprobs_of
 from mini_engine.speculative.branches import MOST_BRANCHES, Branches
 from mini_engine.step_graphs import StepGraphs
@@ -111,6 +112,9 @@ class LocalExecutor:
         }  # fmt: skip
         self._pieces = PiecewiseGraphs(piece_sizes, bind, backend, **memory)
         self._steps = StepGraphs(piece_sizes if backend.captures_steps else (), bind, backend, **memory)
+        self._samples = SampleGraphs(
+            graph_sizes, self._sample_rows, padding_row=self._sampler.padding_row, device=self._device
+        )
         # The buffers take turns, because the copies of earlier steps may not have ended when the host writes a step.
         self._buffers = [
             [StepBuffers(self._device) for _ in range(num_layer_groups)] for _ in range(config.pipeline_depth + 1)
@@ -171,6 +175,10 @@ class LocalExecutor:
         for graphs in (self._pieces, self._steps):
             for size in reversed(graphs.sizes):
                 graphs.get(size)
+        if self._pieces.sizes:
+            hidden = self._pieces.get(self._pieces.sizes[0]).hidden
+            for size in reversed(self._samples.sizes):
+                self._samples.get(size, hidden)
 
     def reset(self) -> None:
         """Wait for the device to finish, then forget the requests of earlier steps."""
@@ -281,10 +289,15 @@ class LocalExecutor:
 
     def _sample(self, hidden: Tensor, batch: StepBatch, rows: Int[Tensor, " R"]) -> TokensAndLogits:
         """Sample one token for each row."""
+        if size := self._samples.size_for(rows.shape[0]):
+            return self._samples.run(size, hidden, batch.logit_rows, rows, batch.sampled_positions)
         if batch.logit_rows.shape[0] < batch.num_tokens:
             hidden = hidden[batch.logit_rows]
+        return self._sample_rows(hidden, rows, batch.sampled_positions)
+
+    def _sample_rows(self, hidden: Tensor, rows: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> TokensAndLogits:
         logits = self.model.compute_logits(hidden)
-        return self._sampler.sample(logits, rows, batch.sampled_positions), logits
+        return self._sampler.sample(logits, rows, positions), logits
 
     def _logprobs(
         self, wanted: LogprobRows, tokens: Int[Tensor, " n"], logits: Tensor, hidden: Tensor

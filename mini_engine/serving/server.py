@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import FrameType
 
@@ -55,6 +56,7 @@ def run_server(engine: EngineClient, model: str, options: ServerOptions, on_read
         app, options.host, options.port, log_level="error", timeout_graceful_shutdown=options.shutdown_seconds
     )
     server = Server(config, engine, on_ready)
+    gc.freeze()  # see `start_process`
     try:
         server.run()
     except SystemExit as error:  # uvicorn has printed why

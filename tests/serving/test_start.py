@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import pickle
 from collections import Counter
@@ -38,6 +39,10 @@ def num_steps(engine: TextEngine) -> int:
     return engine.engine.metrics.steps
 
 
+def num_frozen(engine: TextEngine) -> int:
+    return gc.get_freeze_count()
+
+
 async def tokens_of(client: EngineClient, prompt: list[int], params: SamplingParams) -> list[int]:
     async for pieces in client.stream([prompt], params, each_step=True):
         if pieces and (output := pieces[-1].output) is not None:
@@ -53,6 +58,7 @@ def test_a_process_serves_as_the_engine_here_and_ends_with_its_client() -> None:
         client.start()
         assert await tokens_of(client, [3, 4, 5], GREEDY) == want.outputs[0].token_ids
         assert await client.read(num_steps) > 0
+        assert await client.read(num_frozen) > 10_000, "the garbage collector visits all that was imported"
         await client.close()
         assert not client.is_alive
 

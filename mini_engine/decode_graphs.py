@@ -22,7 +22,7 @@ from torch import Tensor
 from mini_engine.batch import PrefixLevel, StepBatch, StepBuffers, step_memory
 from mini_engine.config import EngineConfig
 from mini_engine.errors import ConfigError
-from mini_engine.transfer import borrow
+from mini_engine.transfer import borrow, capturing
 
 MAX_GRAPH_SIZE = 2**16  # requests; memory for a step of the largest graph is allocated at once
 MAX_GROUPS = 8  # per level: each number of groups needs its own graph, and many groups have few queries each
@@ -239,7 +239,7 @@ def record(run: Callable[[], TokensAndLogits], pool: Any, device: torch.device) 
         run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with capturing(), torch.cuda.graph(graph, pool=pool):
         tokens, logits = run()
     logits = borrow(logits)  # the next graph may be captured into the memory of these
 

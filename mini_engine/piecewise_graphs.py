@@ -22,7 +22,7 @@ from torch import Tensor
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.batch import StepBatch
 from mini_engine.config import ResolvedConfig
-from mini_engine.transfer import borrow
+from mini_engine.transfer import borrow, capturing
 
 # Numbers of tokens. In larger steps the launches weigh little beside the device's work, at least on a fast host.
 SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
@@ -213,7 +213,7 @@ class PiecewiseGraphs:
 
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), capturing():
             self._run_model(size, lambda layer, *_: self._out(layer)[:size])  # see `DecodeGraphs`
             torch.cuda.synchronize(self._device)
             graph.capture_begin(self._pool)

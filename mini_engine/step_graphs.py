@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_engine.batch import StepBatch
 from mini_engine.piecewise_graphs import Pieces, PiecewiseGraphs, Shape
-from mini_engine.transfer import borrow
+from mini_engine.transfer import borrow, capturing
 
 
 class StepGraphs(PiecewiseGraphs):
@@ -32,12 +32,12 @@ class StepGraphs(PiecewiseGraphs):
         self._backend.run_into(layer, q, self._out(layer)[: len(q)])
 
     def _capture(self, size: int) -> Pieces:
-        """Record a step of a single prompt, which has the slot of the padding and its page."""
+        """Record a step of a single prompt in the page of the padding; the other tokens are padding."""
         page_size = self._backend.cache.page_size
-        self._slots[:size] = self._padding_slot
+        self._slots[:size], length = self._padding_slot, min(size, page_size)
         batch = StepBatch.build(
-            token_ids=[0] * size, num_new=[size], kv_lens=[size], page_size=page_size,
-            pages=[self._padding_slot // page_size] * -(-size // page_size), num_decodes=0, device=self._device,
+            token_ids=[0] * length, num_new=[length], kv_lens=[length], page_size=page_size,
+            pages=[self._padding_slot // page_size], num_decodes=0, device=self._device,
         )  # fmt: skip
         self._backend.plan_captured(batch, self._slots[:size])
 
@@ -51,6 +51,6 @@ class StepGraphs(PiecewiseGraphs):
         with torch.cuda.stream(stream):
             self._run_model(size, attend)  # see `DecodeGraphs`
         current.wait_stream(stream)
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capturing(), torch.cuda.graph(graph, pool=self._pool):
             hidden = borrow(self._run_model(size, attend))
         return Pieces([], graph, hidden)

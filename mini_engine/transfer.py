@@ -1,5 +1,8 @@
 """What a step moves between the host and the device: small arrays in one copy, and the sampled tokens."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,6 +81,21 @@ def borrow(tensor: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     interface = {"shape": (storage.nbytes(),), "typestr": "|u1", "data": (storage.data_ptr(), False), "version": 2}
     memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=tensor.device)
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Keep the garbage collector from running while a CUDA graph is captured.
+
+    It would free graphs of engines that are gone, which CUDA refuses during a capture and then refuses the capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def pack(arrays: dict[str, np.ndarray], pin_memory: bool) -> UInt8[Tensor, " bytes"]:

@@ -1,6 +1,8 @@
-"""A graph is captured for the same levels for which its replays are planned."""
+"""CUDA graphs of decode steps, and what every capture needs."""
 
 from __future__ import annotations
+
+import gc
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from mini_engine.batch import StepBatch
 from mini_engine.decode_graphs import DecodeGraphs
+from mini_engine.transfer import capturing
 
 
 @pytest.mark.parametrize("groups", [(), (2,), (2, 4), (8,)])
@@ -59,3 +62,17 @@ def test_a_graph_has_the_pages_of_each_group_of_layers_at_addresses_of_their_own
     assert replayed[1].kv_page_indices.tolist() == [5, 6, 9, 9]
     assert replayed[0].slot_mapping.tolist() == [3 * 16 + 7, 4 * 16 + 4, 9 * 16, 9 * 16]
     assert replayed[1].slot_mapping.tolist() == [5 * 16 + 7, 6 * 16 + 4, 9 * 16, 9 * 16]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_nothing_is_collected_during_a_capture(is_enabled: bool) -> None:
+    """Nor afterwards, if nothing was before; a capture that fails changes nothing."""
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with pytest.raises(KeyError), capturing():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

@@ -247,3 +247,19 @@ def test_requests_get_the_same_tokens_from_captured_steps(seed: int, monkeypatch
         outputs.append(serve(engine, arrivals))
         assert bool(StepRecorder.sizes_run) != is_eager
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_a_pool_with_fewer_tokens_than_a_graph() -> None:
+    """The graphs of 1,024 tokens are captured although the pages hold 80."""
+    pytest.importorskip("flashinfer")
+    theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, head_dim=128, hidden_size=64)
+    model = our_model(theirs, parts=default_parts(torch.device("cuda"))).to("cuda")
+    outputs = []
+    for is_eager in (False, True):
+        engine = make_engine(
+            model, default_parts(torch.device("cuda")), attn_backend="auto", batch_invariant=True, warm_up=True,
+            enforce_eager=is_eager, num_pages=5, page_size=16, max_num_batched_tokens=1024, max_batch_size=4,
+        )  # fmt: skip
+        outputs.append(serve(engine, {0: [("a", [3, 4, 5] * 9, GREEDY), ("b", [6, 7], GREEDY)]}))
+    assert outputs[0] == outputs[1]

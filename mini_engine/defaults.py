@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # By type of device. An H100's matrix products are compute-bound from about 300 tokens on (990 TFLOP/s over 3.35 TB/s).
 # 16,384 tokens make the fixed costs of a step small beside them; more would delay the requests that decode meanwhile.
 BATCH_SIZES, STEP_TOKENS = {"cuda": 256, "cpu": 32}, {"cuda": 16_384, "cpu": 2048}
-# A server's clients read along, and all wait for the longest step. On a GPU, larger steps are not launched in pieces
+# A server's clients read along, and all wait for the longest step. On a GPU, larger steps are launched kernel by kernel
 # (`piecewise_graphs.py`), and shorter ones serve fewer requests (experiment 21).
 SERVED_STEP_TOKENS = 2048
 

@@ -74,8 +74,8 @@ def test_the_bound_of_rounds_is_the_last_one_when_the_machine_has_been_measured_
 def test_every_measured_time_and_speed_has_a_spread(folder: str) -> None:
     for recorded in results.load(folder, REPOSITORY):
         measured = [row for row in recorded.rows if row.unit in ("s", "tokens/s") and "predicted" not in row.figure]
-        # A launch is timed by a profiler, which repeats it. An engine starts once, and a variant is compiled once. A part
-        # of a layer is a mean over all blocks and layers of a step.
+        # A launch is timed by a profiler, which repeats it. An engine starts once, and a variant is compiled once. A
+        # part of a layer is a mean over all blocks and layers of a step.
         without = {row.figure for row in measured if row.spread is None} - {
             "host time of a launch",
             "part of a layer",

@@ -137,12 +137,13 @@ def serve(model: str | None = None, /, *, engine: Engine = None, server: Server 
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"a server needs the package {missing[0]}: pip install 'mini-engine[server]'")
-    from mini_engine.serving.start import start_process
+    from mini_engine.serving.start import shared_metrics, start_process
 
-    client = start_process(partial(load_served, named), own)
-    from mini_engine.serving.server import run_server
+    with shared_metrics(own):
+        clients = start_process(partial(load_served, named), own)
+        from mini_engine.serving.server import run_server
 
-    run_server(client, named["model"], own, lambda address: show(console, _example(address)))
+        run_server(clients, named["model"], own, lambda address: show(console, _example(address)))
 
 
 @app.command

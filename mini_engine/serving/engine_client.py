@@ -20,6 +20,7 @@ from mini_engine.request import check_prompt
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.serving.admission import QueueFullError
 from mini_engine.serving.engine_loop import (
+    NUMBERS,
     Abort,
     Answer,
     Close,
@@ -93,8 +94,9 @@ class EngineClient:
         front: the engine's tokenizer and limits.
         commands: sends commands to an `EngineLoop`.
         answers: receives its answers.
-        max_queued: outputs that may wait for a place in the batch. More are refused, because a client that is told at
-            once can go elsewhere, while one in an endless queue waits for an answer that it has given up.
+        most: outputs that may be unfinished. More are refused, because a client that is told at once can go elsewhere,
+            while one in an endless queue waits for an answer that it has given up.
+        client: which of the loop's clients this is.
 
     Attributes:
         front: see above.
@@ -103,11 +105,11 @@ class EngineClient:
         num_outputs: outputs that are unfinished, waiting or running.
     """
 
-    def __init__(self, front: TextFront, commands: Connection, answers: Connection, max_queued: int) -> None:
+    def __init__(self, front: TextFront, commands: Connection, answers: Connection, most: int, client: int = 0) -> None:
         self.front, self.is_alive, self.is_draining, self.num_outputs = front, True, False, 0
-        self._most = front.max_batch_size + max_queued
+        self._most = most
         self._commands, self._answers = Sender(commands), answers
-        self._next_number = 0
+        self._next_number = client * NUMBERS
         self._texts: dict[int, tuple[Inbox, TextRequest]] = {}  # of each output
         self._reading: dict[int, asyncio.Future[Any]] = {}
 

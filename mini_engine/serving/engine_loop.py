@@ -2,7 +2,8 @@
 
 The loop and the HTTP server are two processes, connected by two pipes, because Python runs one thread of a process at a
 time. With 256 streams, writing the tokens of a step to their connections takes longer than the step, and the device
-would wait. Everything that the loop sends after a step is one message.
+would wait. Everything that the loop sends after a step is one message. If one process cannot write as many tokens as
+the engine samples, several share the work, each with two pipes of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import StepReport
@@ -30,6 +33,7 @@ from mini_engine.text_request import Ended
 
 logger = logging.getLogger(__name__)
 COMPILING = 4  # grammars that are compiled at the same time
+NUMBERS = 2**48  # of each client: that of client i begins with i times as many
 
 
 class ShuttingDownError(MiniEngineError):
@@ -95,7 +99,7 @@ class Drain:
 
 @dataclass(frozen=True)
 class Close:
-    """End everything."""
+    """End all prompts of a client, which sends nothing after this."""
 
 
 Command = Submit | Abort | End | Read | Drain | Close
@@ -106,7 +110,7 @@ class Stepped:
     """What a step has added to the outputs.
 
     Attributes:
-        numbers: of the outputs that have got a token, as often as they have got one; -1: one that has left.
+        numbers: of the outputs that have got a token, as often as they have got one.
         token_ids: these tokens.
         logprobs: log probabilities of new tokens, for outputs that ask for them.
         ended: outputs that have ended, with these tokens.
@@ -157,6 +161,9 @@ class Sender:
     def close(self) -> None:
         """Close the pipe after everything has been sent."""
         self._pending.put(None)
+
+    def join(self) -> None:
+        """Wait until the pipe is closed."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -173,16 +180,19 @@ class EngineLoop:
 
     Args:
         engine: the engine; nothing else may step it.
-        commands: receives commands; its end ends the loop.
-        answers: sends answers.
+        pipes: of each client, what receives its commands and what sends its answers. When all commands have ended, so
+            does the loop.
         max_ttft_seconds: longest time to first token that a prompt may be predicted to have; None: any.
     """
 
     def __init__(
-        self, engine: TextEngine, commands: Connection, answers: Connection, max_ttft_seconds: float | None = None
+        self,
+        engine: TextEngine,
+        pipes: Sequence[tuple[Connection, Connection]],
+        max_ttft_seconds: float | None = None,
     ) -> None:
         self.engine, self._core = engine, engine.engine
-        self._is_draining = self._is_closing = False
+        self._is_draining = False
         rows = engine.max_batch_size
         self._admission = None if max_ttft_seconds is None else Admission(max_ttft_seconds, rows)
         self._prompts: dict[int, list[Request]] = {}  # of each unfinished prompt
@@ -191,12 +201,14 @@ class EngineLoop:
         self._compiling: dict[int, Submit] = {}  # prompts whose grammar is being compiled
         self._compilers = ThreadPoolExecutor(COMPILING)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._answers = Sender(answers)
-        threading.Thread(target=self._listen, args=(commands,), daemon=True).start()
+        self._answers = {client: Sender(answers) for client, (_, answers) in enumerate(pipes)}  # of clients that go on
+        self._ended = list[Sender]()
+        for client, (commands, _) in enumerate(pipes):
+            threading.Thread(target=self._listen, args=(client, commands), daemon=True).start()
 
     def run(self) -> None:
-        """Step the engine whenever there is work, until `Close` or the end of the commands."""
-        while not self._is_closing:
+        """Step the engine whenever there is work, until all clients have ended."""
+        while self._answers:
             self._take_commands(wait=not self._numbers)
             if not self._numbers:
                 continue
@@ -205,26 +217,27 @@ class EngineLoop:
                 report = self._core.step()
             except Exception as error:  # failed requests do not raise, so none can go on: a replaced part, or a bug
                 logger.exception("a step failed")
-                self._fail_all(MiniEngineError(f"the engine failed: {type(error).__name__}: {error}"))
+                for client in self._answers:
+                    self._fail(client, MiniEngineError(f"the engine failed: {type(error).__name__}: {error}"))
                 continue
             if self._admission is not None:
                 seconds = time.perf_counter() - start
                 self._admission.stepped(self._core.scheduler, report.num_tokens, seconds, is_decode=report.is_decode)
             self._hand_over(report)
-        self._fail_all(ShuttingDownError())
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        self._answers.close()
+        for sender in self._ended:
+            sender.join()
 
     # --- commands ------------------------------------------------------------------------------------------------
 
-    def _listen(self, connection: Connection) -> None:
+    def _listen(self, client: int, connection: Connection) -> None:
         with connection:
             try:
-                while True:
-                    command = connection.recv()
+                while not isinstance(command := connection.recv(), Close):
                     self._commands.put(lambda command=command: self._obey(command))  # type: ignore[misc]
-            except (EOFError, OSError):  # the server has ended
-                self._commands.put(lambda: self._obey(Close()))
+            except (EOFError, OSError):  # the client's process has ended
+                pass
+        self._commands.put(lambda: self._close(client))
 
     def _take_commands(self, wait: bool) -> None:
         while True:
@@ -237,7 +250,7 @@ class EngineLoop:
     def _obey(self, command: Command) -> None:
         match command:
             case Submit(number) if self._is_draining:  # the client has looked before the server began to end
-                self._answers.send(Failed(number, ShuttingDownError()))
+                self._send(number, Failed(number, ShuttingDownError()))
             case Submit(number, params=[params, *_]) if params.structured_outputs is not None:
                 self._compiling[number] = command
                 compiling = self._compilers.submit(self.engine.compile, params)
@@ -256,15 +269,13 @@ class EngineLoop:
             case Drain():
                 self._is_draining = True
                 self._refuse_waiting()
-            case Close():
-                self._is_closing = True
 
     def _submit_compiled(self, number: int, compiled: Future[TokenGrammar | None]) -> None:
         command = self._compiling.pop(number, None)
         if command is None:  # the client has left
             return
         if (error := compiled.exception()) is not None:
-            self._answers.send(Failed(number, as_sent(error)))
+            self._send(number, Failed(number, as_sent(error)))
         else:
             self._submit(command, compiled.result())
 
@@ -284,7 +295,7 @@ class EngineLoop:
                 self._admission.check(self._core.scheduler, requests[0])
         except (RequestError, QueueFullError) as error:
             self._abort(first)
-            self._answers.send(Failed(first, error))
+            self._send(first, Failed(first, error))
 
     def _abort(self, prompt: int) -> None:
         for request in self._prompts.pop(prompt, ()):
@@ -295,13 +306,13 @@ class EngineLoop:
         requests = self._prompts.get(command.number, [])
         if requests and (request := requests[command.index]) in self._numbers:  # otherwise it has ended meanwhile
             self._core.finish(request, command.reason)
-            self._answers.send(Stepped([], [], [], [self._ended(request)]))
+            self._send(command.number, Stepped([], [], [], [self._end_of(request)]))
 
     def _read(self, command: Read) -> None:
         try:
-            self._answers.send(Result(command.number, command.function(self.engine)))
+            self._send(command.number, Result(command.number, command.function(self.engine)))
         except Exception as error:
-            self._answers.send(Failed(command.number, as_sent(error)))
+            self._send(command.number, Failed(command.number, as_sent(error)))
 
     def _refuse_waiting(self) -> None:
         error = ShuttingDownError()
@@ -309,27 +320,45 @@ class EngineLoop:
         for number, requests in list(self._prompts.items()):
             if all(request in waiting for request in requests):
                 self._abort(number)
-                self._answers.send(Failed(number, error))
+                self._send(number, Failed(number, error))
         for number in list(self._compiling):
             del self._compiling[number]
-            self._answers.send(Failed(number, error))
+            self._send(number, Failed(number, error))
+
+    def _close(self, client: int) -> None:
+        """End the prompts of a client, and its pipe."""
+        self._fail(client, ShuttingDownError())
+        sender = self._answers.pop(client)
+        sender.close()
+        self._ended.append(sender)
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def _fail_all(self, error: MiniEngineError) -> None:
-        for number in [*self._prompts, *self._compiling]:
+    def _send(self, number: int, answer: Answer) -> None:
+        """Send an answer to the client that a number belongs to, unless it has ended."""
+        if (sender := self._answers.get(number // NUMBERS)) is not None:
+            sender.send(answer)
+
+    def _fail(self, client: int, error: MiniEngineError) -> None:
+        """End the prompts of a client."""
+        for number in [number for number in (*self._prompts, *self._compiling) if number // NUMBERS == client]:
             self._abort(number)
-            self._answers.send(Failed(number, error))
-        self._compiling.clear()
+            self._compiling.pop(number, None)
+            self._send(number, Failed(number, error))
 
     def _hand_over(self, report: StepReport) -> None:
-        """Send what a step has collected: one message, most of which is two lists of numbers."""
-        left = (-1, -1)
-        numbers = [self._numbers.get(request, left)[0] for request in report.sampled_by]
+        """Send what a step has collected: one message to each client, most of which is two lists of numbers."""
+        left = (-1, -1)  # of no client
+        numbers = np.array([self._numbers.get(request, left)[0] for request in report.sampled_by], dtype=np.int64)
         logprobs = self._logprobs(report) if self._core.scheduler.running.num_asking or report.finished else []
-        ended = [self._ended(request) for request in report.finished if request in self._numbers]
-        if numbers or ended:
-            self._answers.send(Stepped(numbers, report.token_ids.tolist(), logprobs, ended))
+        ended = [self._end_of(request) for request in report.finished if request in self._numbers]
+        clients = numbers // NUMBERS
+        for client, sender in self._answers.items():
+            own, own_ended = clients == client, [one for one in ended if one[0] // NUMBERS == client]
+            if own.any() or own_ended:
+                own_logprobs = [one for one in logprobs if one[0] // NUMBERS == client]
+                token_ids = report.token_ids[own].tolist()
+                sender.send(Stepped(numbers[own].tolist(), token_ids, own_logprobs, own_ended))
 
     def _logprobs(self, report: StepReport) -> list[tuple[int, list[TokenLogprobs]]]:
         """Return the log probabilities of the tokens of a report, of requests that ask for them."""
@@ -343,7 +372,7 @@ class EngineLoop:
                 self._num_told[request] = told + more
         return found
 
-    def _ended(self, request: Request) -> tuple[int, Ended]:
+    def _end_of(self, request: Request) -> tuple[int, Ended]:
         """Forget an output that has ended, and return what is sent about it."""
         number, prompt = self._numbers.pop(request)
         self._num_told.pop(request, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from mini_engine.llm import TextEngine
 from mini_engine.outputs import Piece
 from mini_engine.request import FinishReason
+from mini_engine.serving.options import METRICS_FOLDER
 
 # OpenMetrics would change the colons of the names, so the text format is sent whatever a client accepts.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,8 +70,12 @@ class Metrics:
         Args:
             counts: of the engine (`engine_counts`).
         """
-        self._counts.values = counts
-        return generate_latest(self._registry)
+        self._counts.values, registry = counts, self._registry
+        if METRICS_FOLDER in os.environ:  # what all processes have written
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+            registry.register(self._counts)
+        return generate_latest(registry)
 
     def end(self, reason: FinishReason, num_prompt: int, num_output: int, whole: float, decode: float) -> None:
         """Count an output that has ended.

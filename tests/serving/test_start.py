@@ -52,7 +52,8 @@ async def tokens_of(client: EngineClient, prompt: list[int], params: SamplingPar
 
 def test_a_process_serves_as_the_engine_here_and_ends_with_its_client() -> None:
     [want] = load_small().generate([{"prompt_token_ids": [3, 4, 5]}], GREEDY)
-    client = start_process(load_small, ServerOptions())
+    [ends] = start_process(load_small, ServerOptions(api_server_count=1))
+    client = ends.client()
 
     async def run() -> None:
         client.start()
@@ -74,7 +75,8 @@ def test_an_error_while_loading_reaches_the_caller() -> None:
 
 
 def test_a_process_that_dies_ends_all_streams_with_an_error() -> None:
-    client = start_process(load_small, ServerOptions())
+    [ends] = start_process(load_small, ServerOptions(api_server_count=1))
+    client = ends.client()
 
     async def run() -> None:
         client.start()

@@ -158,8 +158,7 @@ class DecodeGraphs:
 
     def size_for(self, num_requests: int) -> int | None:
         """Return the smallest size that holds a step; None if there is none."""
-        index = bisect_left(self.sizes, num_requests)
-        return self.sizes[index] if index < len(self.sizes) else None
+        return smallest_size(self.sizes, num_requests)
 
     def page_capacity(self, size: int) -> int:
         """Return the most pages that a step of this size can have."""
@@ -221,6 +220,12 @@ class DecodeGraphs:
 
     def _new_buffers(self) -> list[StepBuffers]:
         return [StepBuffers(self._device, memory) for memory in self._memory]
+
+
+def smallest_size(sizes: Sequence[int], count: int) -> int | None:
+    """Return the smallest of ascending sizes that is at least a count; None if there is none."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None
 
 
 def record(run: Callable[[], TokensAndLogits], pool: Any, device: torch.device) -> Callable[[], TokensAndLogits]:

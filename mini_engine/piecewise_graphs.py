@@ -22,6 +22,7 @@ from torch import Tensor
 from mini_engine.attention.backend import AttentionBackend
 from mini_engine.batch import StepBatch
 from mini_engine.config import ResolvedConfig
+from mini_engine.decode_graphs import smallest_size
 from mini_engine.transfer import borrow, capturing
 
 # Numbers of tokens. In larger steps the launches weigh little beside the device's work, at least on a fast host.
@@ -140,8 +141,7 @@ class PiecewiseGraphs:
 
     def size_for(self, num_tokens: int) -> int | None:
         """Return the smallest size that holds a step; None if there is none."""
-        index = bisect_left(self.sizes, num_tokens)
-        return self.sizes[index] if index < len(self.sizes) else None
+        return smallest_size(self.sizes, num_tokens)
 
     def run(
         self,

@@ -6,14 +6,13 @@ rows, and a step is padded to the next of them. On a CPU nothing is captured, an
 Explained in chapter 12.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mini_engine.decode_graphs import TokensAndLogits, record
+from mini_engine.decode_graphs import TokensAndLogits, record, smallest_size
 
 Sample = Callable[[Tensor, Tensor, Tensor], TokensAndLogits]  # takes hidden states, the sampler's rows, and positions
 
@@ -49,8 +48,7 @@ class SampleGraphs:
 
     def size_for(self, num_rows: int) -> int | None:
         """Return the smallest size that holds a step; None if there is none."""
-        index = bisect_left(self.sizes, num_rows)
-        return self.sizes[index] if index < len(self.sizes) else None
+        return smallest_size(self.sizes, num_rows)
 
     def run(
         self,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,6 +74,26 @@ def serving(engine: TextEngine, options: ServerOptions | None = None) -> Iterato
         server.should_exit = True
         running.join(300)
         assert not running.is_alive() and not client.is_alive
+
+
+@contextmanager
+def served_by_processes(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `mini-engine serve`, and yield the process and the address."""
+    command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port=0", "--dtype=float32", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert process.stdout is not None
+    lines = list[str]()
+    for line in process.stdout:
+        lines.append(line)
+        if found := re.search(r"listening on (http://\S+)", line):
+            break
+    else:
+        pytest.fail("".join(lines))
+    try:
+        yield process, found[1]
+    finally:
+        process.kill()
 
 
 @contextmanager

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +20,7 @@ import pytest
 from mini_engine import LLM, SamplingParams
 from mini_engine.serving.options import ServerOptions
 from tests.helpers import in_a_thread
-from tests.serving.conftest import MODEL, Served, held, serving
+from tests.serving.conftest import MODEL, Served, held, served_by_processes, serving
 
 QUESTION = [{"role": "user", "content": "Name a color."}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -330,20 +327,9 @@ def test_an_error_within_a_stream_ends_the_connection(new_server: Callable[..., 
                 pass
 
 
-def test_sigterm_finishes_what_runs(tmp_path: Any) -> None:
-    command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port", "0", "--dtype", "float32"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    assert process.stdout is not None
-    lines = list[str]()
-    for line in process.stdout:
-        lines.append(line)
-        if found := re.search(r"listening on (http://\S+)", line):
-            break
-    else:
-        pytest.fail("".join(lines))
-    try:
-        client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0)
+def test_sigterm_finishes_what_runs() -> None:
+    with served_by_processes() as (process, address):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(model=MODEL, prompt="Once", max_tokens=40, stream=True, temperature=0)
         chunks = [next(iter(stream))]
         process.send_signal(signal.SIGTERM)
@@ -351,9 +337,7 @@ def test_sigterm_finishes_what_runs(tmp_path: Any) -> None:
         assert chunks[-1].choices[0].finish_reason in ("length", "stop")
         with pytest.raises(openai.APIConnectionError):
             client.completions.create(model=MODEL, prompt="x", max_tokens=1)
-        assert process.wait(60) == 0, process.stdout.read()
-    finally:
-        process.kill()
+        assert process.wait(60) == 0
 
 
 def test_requests_that_wait_are_refused_at_the_end(new_server: Callable[..., Any]) -> None:

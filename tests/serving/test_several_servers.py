@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from mini_engine.serving.engine_loop import EngineLoop
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.start import ClientEnds
 from tests.helpers import GREEDY, double_model, in_a_thread, make_text_engine
-from tests.serving.conftest import MODEL
+from tests.serving.conftest import MODEL, served_by_processes
 from tests.serving.test_server import until
 from tests.serving.test_start import tokens_of
 
@@ -103,24 +102,8 @@ def test_the_number_of_servers() -> None:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "mini_engine", "serve", MODEL, "--port=0", "--dtype=float32", "--max-batch-size=4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
-    serving = subprocess.Popen(
-        [*command, f"--api-server-count={SERVERS}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=environment,
-    )  # fmt: skip
-    assert serving.stdout is not None
-    lines = list[str]()
-    for line in serving.stdout:
-        lines.append(line)
-        if found := re.search(r"listening on (http://\S+)", line):
-            break
-    else:
-        pytest.fail("".join(lines))
-    try:
-        yield serving, found[1]
-    finally:
-        serving.kill()
+    with served_by_processes("--max-batch-size=4", f"--api-server-count={SERVERS}") as running:
+        yield running
 
 
 def metrics_of(address: str) -> dict[str, float]:

@@ -139,6 +139,15 @@ def test_streams_over_all_processes(process: tuple[subprocess.Popen[str], str], 
         assert found["vllm:time_to_first_token_seconds_count"] == len(prompts)
 
 
+def test_the_others_answer_while_the_first_stands_still(process: tuple[subprocess.Popen[str], str]) -> None:
+    serving, address = process
+    serving.send_signal(signal.SIGSTOP)
+    try:
+        assert metrics_of(address)["vllm:num_requests_running"] == 0
+    finally:
+        serving.send_signal(signal.SIGCONT)
+
+
 def is_running(process: str) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

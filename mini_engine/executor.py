@@ -111,7 +111,8 @@ class LocalExecutor:
             "padding_slot": (cache.num_pages - 1) * cache.page_size, "dtype": model.dtype, "device": self._device,
         }  # fmt: skip
         self._pieces = PiecewiseGraphs(piece_sizes, bind, backend, **memory)
-        self._steps = StepGraphs(piece_sizes if backend.captures_steps else (), bind, backend, **memory)
+        most = cache.num_pages * cache.page_size if backend.captures_steps else 0  # tokens whose keys the pool holds
+        self._steps = StepGraphs([size for size in piece_sizes if size <= most], bind, backend, **memory)
         self._samples = SampleGraphs(
             graph_sizes, self._sample_rows, padding_row=self._sampler.padding_row, device=self._device
         )

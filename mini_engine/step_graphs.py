@@ -32,12 +32,12 @@ class StepGraphs(PiecewiseGraphs):
         self._backend.run_into(layer, q, self._out(layer)[: len(q)])
 
     def _capture(self, size: int) -> Pieces:
-        """Record a step of a single prompt in the page of the padding; the other tokens are padding."""
+        """Record a step of a single prompt, which has the slot of the padding and its page."""
         page_size = self._backend.cache.page_size
-        self._slots[:size], length = self._padding_slot, min(size, page_size)
+        self._slots[:size] = self._padding_slot
         batch = StepBatch.build(
-            token_ids=[0] * length, num_new=[length], kv_lens=[length], page_size=page_size,
-            pages=[self._padding_slot // page_size], num_decodes=0, device=self._device,
+            token_ids=[0] * size, num_new=[size], kv_lens=[size], page_size=page_size,
+            pages=[self._padding_slot // page_size] * -(-size // page_size), num_decodes=0, device=self._device,
         )  # fmt: skip
         self._backend.plan_captured(batch, self._slots[:size])
 

@@ -21,6 +21,7 @@ from mini_engine.kv_cache.grouped_prefix_tree import GroupedPrefixTree, PagesOfG
 from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.logprobs import lacks_prompt_logprobs
+from mini_engine.policy import SHORT_STEPS, step_budget
 from mini_engine.request import Request, Running
 from mini_engine.waiting import FirstComeFirstServed
 
@@ -86,7 +87,8 @@ class Scheduler:
         waiting: requests without pages, in line.
         running: the columns of the running requests.
         policy: see above.
-        budget: most tokens in one step.
+        budget: most tokens in the next step.
+        most_tokens: most tokens in any step.
         outputs_apart: see above.
         prefix_tree: pages that requests can share; None without prefix sharing.
         num_pinned: pages of the pool that no request can have.
@@ -106,7 +108,8 @@ class Scheduler:
         parts: "Parts",
     ) -> None:
         self.policy = policy or FirstComeFirstServed()
-        self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
+        self.page_table, self.parts = page_table, parts
+        self.budget = self.most_tokens = max_num_batched_tokens
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len, page_table.num_groups)
         self.num_pinned = 0
@@ -187,6 +190,7 @@ class Scheduler:
         if not self._is_sorted:
             self.policy.line_up(self.waiting, self.running)
             self._is_sorted = True
+        self.budget = self._next_budget()
         return self.parts.schedule(self)
 
     def remove(self, request: Request) -> None:
@@ -312,6 +316,16 @@ class Scheduler:
         return tree.match_len(self._tokens_of(request), request.cache_key) if tree is not None else 0
 
     # --- details -------------------------------------------------------------------------------------------------
+
+    def _next_budget(self) -> int:
+        """Return the most tokens of the next step."""
+        running, rows = self.running, self.running.order
+        if len(self.waiting) > SHORT_STEPS:  # not counted one by one
+            return self.most_tokens
+        left = running.num_known[rows] - running.num_computed[rows]
+        of_prompts = left[left > 1]
+        num_prompt_tokens = int(of_prompts.sum()) + sum(len(request.token_ids) for request in self.waiting)
+        return step_budget(num_prompt_tokens, len(rows) - len(of_prompts), self.most_tokens)
 
     def _apart(self, num_new: Rows, num_computed: Rows, num_prompt: Rows) -> Rows:
         """Return how many of their next tokens requests may compute in one step, apart from the budget."""
@@ -506,7 +520,7 @@ class Scheduler:
         """Return the most tokens that a request of up to `num_tokens` has in pages at once; a window limits them."""
         if window is None:
             return num_tokens
-        return min(num_tokens, window + self.budget + self.page_table.page_size)
+        return min(num_tokens, window + self.most_tokens + self.page_table.page_size)
 
     def _pages_at_most(self, num_tokens: int) -> int:
         return sum(self.page_table.pages_for(self._tokens_at_most(num_tokens, own)) for own in self._windows)

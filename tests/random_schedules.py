@@ -52,7 +52,7 @@ class RandomDrafter:
     """Knows the next tokens, and guesses some of them wrong."""
 
     def __init__(self, rng: random.Random) -> None:
-        self._rng, self.is_search = rng, rng.random() < 0.5
+        self._rng, self.scout = rng, self if rng.random() < 0.5 else None
 
     def propose(self, running: Running, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         drafts = np.zeros((len(rows), 4), dtype=np.int32)

@@ -253,7 +253,7 @@ def test_requests_get_the_same_tokens_from_captured_steps(seed: int, monkeypatch
 def test_a_pool_with_fewer_tokens_than_a_graph() -> None:
     """The graphs of 1,024 tokens are captured although the pages hold 80."""
     pytest.importorskip("flashinfer")
-    theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, head_dim=128, hidden_size=64)
+    theirs = transformers_model("qwen3", seed=2, dtype=torch.bfloat16, head_dim=128, hidden_size=64, vocab_size=64)
     model = our_model(theirs, parts=default_parts(torch.device("cuda"))).to("cuda")
     outputs = []
     for is_eager in (False, True):

@@ -30,10 +30,11 @@ def make_scheduler(
     prefix_sharing: bool = False,
     other_windows: Sequence[int] = (),
     policy: FirstComeFirstServed | None = None,
+    longest: int = LONGEST,
 ) -> Scheduler:
     return Scheduler(
         table,
-        max_model_len=LONGEST,
+        max_model_len=longest,
         max_num_batched_tokens=budget,
         window=window,
         other_windows=other_windows,
@@ -404,6 +405,18 @@ def test_a_long_prompt_does_not_stop_the_decodes():
     assert run(scheduler) == [(0, 3)]
     scheduler.add(make_request([1] * 40, 5, 1))
     assert [run(scheduler) for _ in range(6)] == [[(0, 1), (1, 7)]] * 5 + [[(0, 1), (1, 5)]]
+
+
+def test_steps_are_short_while_there_are_outputs_unless_too_many_prompts_wait():
+    scheduler = make_scheduler(PageTable(2000, 16, 20), 2048, longest=1050)
+    scheduler.add(make_request(list(range(1000)), 50, 0))
+    assert [n for _, n in run(scheduler)] == [1000]  # no output waits
+    scheduler.add(make_request(list(range(900)), 50, 1))
+    assert [[n for _, n in run(scheduler)] for _ in range(4)] == [[1, 384], [1, 384], [1, 132], [1, 1]]
+    for i in range(6):
+        scheduler.add(make_request([7 + i] * 900, 50, 2 + i))
+    assert sum(n for _, n in run(scheduler)) == 2048
+    assert sum(n for _, n in run(scheduler)) == 4 + 384  # the rest fits into a few short steps
 
 
 def test_a_request_that_is_behind_its_window_cannot_be_shared_from():

@@ -6,6 +6,8 @@ Tokens become text when a request takes them. So a client that is behind the eng
 from __future__ import annotations
 
 import asyncio
+import pickle
+import queue
 import threading
 import time
 from collections import deque
@@ -29,7 +31,6 @@ from mini_engine.serving.engine_loop import (
     Failed,
     Read,
     Result,
-    Sender,
     ShuttingDownError,
     Stepped,
     Submit,
@@ -85,6 +86,37 @@ class Inbox:
             raise self._error
         arrived, self._arrived = list(self._arrived), {}
         return arrived
+
+
+class Sender:
+    """Sends objects through a pipe, on a thread of its own, because a full pipe blocks.
+
+    Signal handlers may call `send`, also while it is being called.
+
+    Args:
+        connection: the pipe's end.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._pending: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def send(self, value: object) -> None:
+        """Send an object after all earlier ones. It is lost if nobody reads any more."""
+        self._pending.put(pickle.dumps(value))
+
+    def close(self) -> None:
+        """Close the pipe after everything has been sent."""
+        self._pending.put(None)
+
+    def _run(self) -> None:
+        with self._connection as connection:
+            try:
+                while (data := self._pending.get()) is not None:
+                    connection.send_bytes(data)
+            except OSError:  # the other process has ended
+                pass
 
 
 class EngineClient:
@@ -221,11 +253,11 @@ class EngineClient:
 
     def _listen(self) -> None:
         """Receive answers, on a thread of its own, because half a message would block the event loop."""
-        with self._answers as connection:
+        with self._answers as connection, open(connection.fileno(), "rb", closefd=False) as pipe:
             try:
                 while True:
-                    self._loop.call_soon_threadsafe(self._receive, connection.recv())
-            except (EOFError, OSError):
+                    self._loop.call_soon_threadsafe(self._receive, pickle.load(pipe))
+            except (EOFError, OSError, pickle.UnpicklingError):  # the last answer can have been cut off
                 self._loop.call_soon_threadsafe(self._end)
 
     def _receive(self, answer: Answer) -> None:

@@ -9,6 +9,7 @@ the engine samples, several share the work, each with two pipes of its own.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import queue
 import threading
@@ -19,8 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-
-import numpy as np
 
 from mini_engine.errors import MiniEngineError, RequestError
 from mini_engine.llm import TextEngine
@@ -33,6 +32,7 @@ from mini_engine.text_request import Ended
 
 logger = logging.getLogger(__name__)
 COMPILING = 4  # grammars that are compiled at the same time
+RETRY_SECONDS = 0.01  # until a full pipe is tried again, while no step is computed
 NUMBERS = 2**48  # of each client: that of client i begins with i times as many
 
 
@@ -141,38 +141,45 @@ class Failed:
 Answer = Stepped | Result | Failed
 
 
-class Sender:
-    """Sends objects through a pipe, on a thread of its own, because a full pipe blocks.
+class Outbox:
+    """Sends objects through a pipe without waiting for its reader: what the pipe does not take is kept.
+
+    A thread for it would hold Python's lock several times in a step, and the steps would wait. The reader takes one
+    object after another with `pickle.load`.
 
     Args:
         connection: the pipe's end.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._pending: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._connection, self._left = connection, bytearray()
+        os.set_blocking(connection.fileno(), False)
 
     def send(self, value: object) -> None:
         """Send an object after all earlier ones. It is lost if nobody reads any more."""
-        self._pending.put(pickle.dumps(value))
+        self.send_pickled(pickle.dumps(value))
+
+    def send_pickled(self, data: bytes) -> None:
+        """Send an object that `pickle.dumps` has returned."""
+        self._left += data
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what the pipe takes now, and return whether anything is left."""
+        try:
+            while self._left:
+                del self._left[: os.write(self._connection.fileno(), self._left)]
+        except BlockingIOError:  # the pipe is full
+            return True
+        except OSError:  # the other process has ended
+            self._left.clear()
+        return False
 
     def close(self) -> None:
         """Close the pipe after everything has been sent."""
-        self._pending.put(None)
-
-    def join(self) -> None:
-        """Wait until the pipe is closed."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        with self._connection as connection:
-            try:
-                while (data := self._pending.get()) is not None:
-                    connection.send_bytes(data)
-            except OSError:  # the other process has ended
-                pass
+        with self._connection:
+            os.set_blocking(self._connection.fileno(), True)
+            self.flush()
 
 
 class EngineLoop:
@@ -201,8 +208,7 @@ class EngineLoop:
         self._compiling: dict[int, Submit] = {}  # prompts whose grammar is being compiled
         self._compilers = ThreadPoolExecutor(COMPILING)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._answers = {client: Sender(answers) for client, (_, answers) in enumerate(pipes)}  # of clients that go on
-        self._ended = list[Sender]()
+        self._answers = {client: Outbox(answers) for client, (_, answers) in enumerate(pipes)}  # of clients that go on
         for client, (commands, _) in enumerate(pipes):
             threading.Thread(target=self._listen, args=(client, commands), daemon=True).start()
 
@@ -225,8 +231,6 @@ class EngineLoop:
                 self._admission.stepped(self._core.scheduler, report.num_tokens, seconds, is_decode=report.is_decode)
             self._hand_over(report)
         self._compilers.shutdown(wait=False, cancel_futures=True)
-        for sender in self._ended:
-            sender.join()
 
     # --- commands ------------------------------------------------------------------------------------------------
 
@@ -241,8 +245,9 @@ class EngineLoop:
 
     def _take_commands(self, wait: bool) -> None:
         while True:
+            has_answers = any([outbox.flush() for outbox in self._answers.values()])
             try:
-                self._commands.get(block=wait)()
+                self._commands.get(wait, RETRY_SECONDS if has_answers else None)()
             except queue.Empty:
                 return
             wait = False
@@ -328,16 +333,14 @@ class EngineLoop:
     def _close(self, client: int) -> None:
         """End the prompts of a client, and its pipe."""
         self._fail(client, ShuttingDownError())
-        sender = self._answers.pop(client)
-        sender.close()
-        self._ended.append(sender)
+        self._answers.pop(client).close()
 
     # --- answers -------------------------------------------------------------------------------------------------
 
     def _send(self, number: int, answer: Answer) -> None:
         """Send an answer to the client that a number belongs to, unless it has ended."""
-        if (sender := self._answers.get(number // NUMBERS)) is not None:
-            sender.send(answer)
+        if (outbox := self._answers.get(number // NUMBERS)) is not None:
+            outbox.send(answer)
 
     def _fail(self, client: int, error: MiniEngineError) -> None:
         """End the prompts of a client."""
@@ -347,18 +350,15 @@ class EngineLoop:
             self._send(number, Failed(number, error))
 
     def _hand_over(self, report: StepReport) -> None:
-        """Send what a step has collected: one message to each client, most of which is two lists of numbers."""
-        left = (-1, -1)  # of no client
-        numbers = np.array([self._numbers.get(request, left)[0] for request in report.sampled_by], dtype=np.int64)
+        """Send what a step has collected to all clients, each of which knows which outputs are its own."""
+        nobody = -1, -1  # an output that has ended
+        numbers = [self._numbers.get(request, nobody)[0] for request in report.sampled_by]
         logprobs = self._logprobs(report) if self._core.scheduler.running.num_asking or report.finished else []
         ended = [self._end_of(request) for request in report.finished if request in self._numbers]
-        clients = numbers // NUMBERS
-        for client, sender in self._answers.items():
-            own, own_ended = clients == client, [one for one in ended if one[0] // NUMBERS == client]
-            if own.any() or own_ended:
-                own_logprobs = [one for one in logprobs if one[0] // NUMBERS == client]
-                token_ids = report.token_ids[own].tolist()
-                sender.send(Stepped(numbers[own].tolist(), token_ids, own_logprobs, own_ended))
+        if numbers or ended:
+            data = pickle.dumps(Stepped(numbers, report.token_ids.tolist(), logprobs, ended))
+            for outbox in self._answers.values():
+                outbox.send_pickled(data)
 
     def _logprobs(self, report: StepReport) -> list[tuple[int, list[TokenLogprobs]]]:
         """Return the log probabilities of the tokens of a report, of requests that ask for them."""

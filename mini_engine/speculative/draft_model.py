@@ -34,7 +34,7 @@ class DraftModelDrafter:
         max_num_batched_tokens: most tokens in one of its steps.
     """
 
-    is_search: ClassVar[bool] = False
+    scout: ClassVar[None] = None
 
     def __init__(
         self,

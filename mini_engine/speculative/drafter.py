@@ -9,7 +9,7 @@ other dtypes as far as the logits of a token round alike with one token in the s
 2023, "Fast inference from transformers via speculative decoding", with shared randomness instead of their test).
 """
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
@@ -23,10 +23,12 @@ class Drafter(Protocol):
     """Guesses tokens. What it guesses changes how fast a request is, and nothing else.
 
     Attributes:
-        is_search: whether it searches the known tokens, so that a guess costs the device nothing.
+        scout: guesses in its place as long as no step computes the guesses. It searches the known tokens, so a guess
+            costs the device nothing, and the host little. None: guesses are always computed.
     """
 
-    is_search: ClassVar[bool]
+    @property
+    def scout(self) -> "Drafter | None": ...
 
     def propose(
         self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"]

@@ -4,8 +4,6 @@ This is prompt lookup (Saxena 2023). It needs no model, and guesses well where a
 summaries, code.
 """
 
-from typing import ClassVar
-
 import numpy as np
 from jaxtyping import Int32, Int64
 
@@ -20,10 +18,8 @@ class NgramDrafter:
         shortest: smallest n.
     """
 
-    is_search: ClassVar[bool] = True
-
     def __init__(self, longest: int, shortest: int) -> None:
-        self._longest, self._shortest = longest, shortest
+        self._longest, self._shortest, self.scout = longest, shortest, self
 
     def propose(
         self, running: Running, rows: Int64[np.ndarray, " B"], most: Int64[np.ndarray, " B"]

@@ -188,7 +188,7 @@ class Speculation:
 
     def _explores(self, turn: int) -> bool:
         """Return whether the step of a turn has some guesses in any case."""
-        return not self.drafter.is_search and self._could_pay and turn >= self._explore_at
+        return self.drafter.scout is None and self._could_pay and turn >= self._explore_at
 
     def observe(self, running: Running) -> None:
         """Compare silent guesses with the tokens that have become known, and make the next ones.
@@ -196,7 +196,7 @@ class Speculation:
         Args:
             running: the running requests.
         """
-        if self._turn < self._silent_at or not self.drafter.is_search:
+        if self._turn < self._silent_at or (scout := self.drafter.scout) is None:
             return
         if self._silent is not None:
             rows, counts, right = self._silent.compared(running)
@@ -212,7 +212,7 @@ class Speculation:
         if self._could_pay and len(rows):
             self._acceptance.enter(rows, running.admission[rows])
             most = np.minimum(running.max_len[rows] - running.num_known[rows], self._num_tokens)
-            token_ids, counts = self.drafter.propose(running, rows, most)
+            token_ids, counts = scout.propose(running, rows, most)
             self._note_hits(counts, HITS_KEPT_SILENTLY)
             if counts.any():  # there is something to compare
                 self._silent_at = self._turn + SILENT
@@ -250,7 +250,7 @@ class Speculation:
             all_right = np.ones(len(rows))
             ideal = self._best(rows, num_tokens, all_right)
             self._could_pay = bool(ideal.any()) and self._pays(ideal, all_right, num_tokens, 1.0)
-            pause = PAUSING_SILENTLY if self.drafter.is_search else PAUSING
+            pause = PAUSING if self.drafter.scout is None else PAUSING_SILENTLY
             self._stands_until = turn + (GUESSING if self._limits[rows].any() else pause)
 
     def _pays(

@@ -7,12 +7,13 @@ continuations the most frequent one is guessed. Two parts of the paper are left 
 outputs, and the score that compares the continuations of all matching suffixes.
 """
 
-from typing import ClassVar
-
 import numpy as np
 from jaxtyping import Int32, Int64
 
 from mini_engine.request import Running
+from mini_engine.speculative.ngram import NgramDrafter
+
+SCOUTED = 4  # longest suffix that the scout looks for, unless the shortest is longer
 
 
 class SuffixAutomaton:
@@ -129,12 +130,14 @@ class SuffixDrafter:
         longest: longest suffix that is compared with the text, in tokens.
         shortest: shortest suffix, in tokens, at least 1.
         factor: most guesses for each token of the first suffix.
-    """
 
-    is_search: ClassVar[bool] = True
+    Attributes:
+        scout: prompt lookup. A text in which it finds nothing needs no automaton.
+    """
 
     def __init__(self, longest: int, shortest: int, factor: float) -> None:
         self._longest, self._shortest, self._factor = longest, shortest, factor
+        self.scout = NgramDrafter(max(min(longest, SCOUTED), shortest), shortest)
         self._automata: dict[int, SuffixAutomaton] = {}  # by the admission of the request
 
     def propose(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import multiprocessing
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +19,8 @@ from mini_engine.llm import TextEngine
 from mini_engine.logprobs import Logprob
 from mini_engine.outputs import CompletionOutput, RequestOutput
 from mini_engine.sampling_params import SamplingParams
-from mini_engine.serving.engine_client import EngineClient
-from mini_engine.serving.engine_loop import Sender, as_sent
+from mini_engine.serving.engine_client import EngineClient, Sender
+from mini_engine.serving.engine_loop import Outbox, as_sent
 from mini_engine.serving.options import ServerOptions
 from mini_engine.serving.start import start_process, start_thread
 from tests.helpers import GREEDY, double_model, in_a_thread, make_text_engine
@@ -106,6 +107,35 @@ def test_what_was_sent_before_the_end_arrives() -> None:
     with pytest.raises(EOFError):
         receiver.recv()
     sending.send("too late")
+
+
+def test_an_outbox_keeps_what_its_reader_does_not_take() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    outbox, values = Outbox(sender), [bytes([number]) * 1000 for number in range(200)]  # more than a pipe holds
+    for value in values:
+        outbox.send(value)
+    assert outbox.flush()
+    with open(receiver.fileno(), "rb", closefd=False) as pipe:
+        found = [pickle.load(pipe) for _ in range(10)]
+        assert outbox.flush()
+        closing = threading.Thread(target=outbox.close)  # waits for the reader
+        closing.start()
+        found += [pickle.load(pipe) for _ in range(190)]
+        closing.join()
+        assert found == values
+        with pytest.raises(EOFError):
+            pickle.load(pipe)
+    outbox.send("too late")
+    assert not outbox.flush()
+
+
+def test_an_outbox_without_a_reader_keeps_nothing() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    outbox = Outbox(sender)
+    receiver.close()
+    outbox.send("lost")
+    assert not outbox.flush()
+    outbox.close()
 
 
 Logprobs = Sequence[Mapping[int, Logprob] | None] | None

@@ -97,7 +97,7 @@ def test_another_request_in_a_row_starts_with_the_share_of_all() -> None:
 class Simulated:
     """A drafter whose guesses are right with a given probability, and a clock that a step's time advances."""
 
-    is_search = False
+    scout = None
 
     def __init__(self, right: float, seed: int) -> None:
         self.right, self.now, self.random = right, 0.0, np.random.default_rng(seed)

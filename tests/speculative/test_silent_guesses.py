@@ -108,7 +108,9 @@ def test_silent_guesses_count_as_far_as_tokens_are_known() -> None:
 
 def test_no_silent_guesses_where_guesses_could_not_pay() -> None:
     class Drafter:
-        is_search = True
+        @property
+        def scout(self) -> Any:
+            return self
 
         def propose(self, *arguments: Any) -> Any:
             raise AssertionError("asked")

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Int
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.request import Request, Running
 
-SHORT_STEP = 384  # prompt tokens of a step that outputs wait for
-SHORT_STEPS = 12  # that prompts may take
+SHORT_STEPS = 12  # that prompts may take while outputs wait for them
 
 
 def ready(
@@ -35,7 +34,7 @@ def ready(
     return (num_scheduled < max_len) & ((waits == 0) | (num_scheduled == num_known))
 
 
-def step_budget(num_prompt_tokens: int, num_decodes: int, most: int) -> int:
+def step_budget(num_prompt_tokens: int, num_decodes: int, short: int, most: int) -> int:
     """Decide how many tokens the next step may have.
 
     Every output gets its next token when the step ends. So while there are outputs, prompts are computed in short steps
@@ -45,10 +44,11 @@ def step_budget(num_prompt_tokens: int, num_decodes: int, most: int) -> int:
     Args:
         num_prompt_tokens: tokens of all prompts that are not computed yet.
         num_decodes: requests that get their next output token in the step.
+        short: prompt tokens of a short step.
         most: tokens of the longest step.
     """
-    if num_decodes and num_prompt_tokens <= SHORT_STEPS * SHORT_STEP:
-        return min(most, num_decodes + SHORT_STEP)
+    if num_decodes and num_prompt_tokens <= SHORT_STEPS * short:
+        return min(most, num_decodes + short)
     return most
 
 

@@ -73,6 +73,7 @@ class Scheduler:
         page_table: the pool; its rows bound the number of running requests.
         max_model_len: longest prompt and output together.
         max_num_batched_tokens: most tokens in one step, at least one for each row (`EngineConfig` checks it).
+        max_prefill_tokens: most prompt tokens of a step that outputs wait for (`policy.step_budget`); None: any number.
         window: most keys that any layer sees; pages that have left it are returned. None if a layer sees all keys.
         other_windows: with several groups of layers (`layer_groups.py`), the windows of the others; then `window` is
             None, the first group's. The page table has the same groups.
@@ -100,6 +101,7 @@ class Scheduler:
         *,
         max_model_len: int,
         max_num_batched_tokens: int,
+        max_prefill_tokens: int | None = None,
         window: int | None,
         other_windows: Sequence[int] = (),
         prefix_sharing: bool,
@@ -110,6 +112,7 @@ class Scheduler:
         self.policy = policy or FirstComeFirstServed()
         self.page_table, self.parts = page_table, parts
         self.budget = self.most_tokens = max_num_batched_tokens
+        self._short_step = max_prefill_tokens
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len, page_table.num_groups)
         self.num_pinned = 0
@@ -320,12 +323,12 @@ class Scheduler:
     def _next_budget(self) -> int:
         """Return the most tokens of the next step."""
         running, rows = self.running, self.running.order
-        if len(self.waiting) > SHORT_STEPS:  # not counted one by one
+        if self._short_step is None or len(self.waiting) > SHORT_STEPS:  # so many are not counted one by one
             return self.most_tokens
         left = running.num_known[rows] - running.num_computed[rows]
         of_prompts = left[left > 1]
         num_prompt_tokens = int(of_prompts.sum()) + sum(len(request.token_ids) for request in self.waiting)
-        return step_budget(num_prompt_tokens, len(rows) - len(of_prompts), self.most_tokens)
+        return step_budget(num_prompt_tokens, len(rows) - len(of_prompts), self._short_step, self.most_tokens)
 
     def _apart(self, num_new: Rows, num_computed: Rows, num_prompt: Rows) -> Rows:
         """Return how many of their next tokens requests may compute in one step, apart from the budget."""

@@ -9,6 +9,8 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.context import SpawnProcess
 from types import FrameType
 
@@ -73,8 +75,11 @@ def run_server(
     engine = own.client()
     config = _config(engine, model, options)
     try:
-        listening = config.bind_socket() if others else None
-        processes = [_start(ends, model, options, listening) for ends in others] if listening else []
+        listening, processes = config.bind_socket() if others else None, list[SpawnProcess]()
+        if listening:
+            start = partial(_start, model=model, options=options, listening=listening)
+            with ThreadPoolExecutor() as pool:  # a start returns only when the process has imported what it needs
+                processes += pool.map(start, others)
         server = Server(config, engine, on_ready, processes)
         gc.freeze()  # see `start_process`
         server.run(sockets=[listening] if listening else None)

@@ -183,9 +183,11 @@ class EngineOptions:
 
 def load_served(named: dict[str, Any]) -> "LLM":
     """Load a model to be served with the options of `with_file`, in any process, and print a line about it."""
-    from mini_engine.defaults import served_defaults
+    from mini_engine.defaults import served_step_tokens
 
     console = make_console()
     own = EngineOptions.of_named(named, console)
-    options = own.options | served_defaults(EngineConfig.of(own.options))
-    return replace(own, options=options).load(console)[0]
+    config = EngineConfig.of(own.options)
+    if config.max_num_batched_tokens is None:
+        own = replace(own, options=own.options | {"max_num_batched_tokens": served_step_tokens(config)})
+    return own.load(console)[0]

@@ -27,15 +27,7 @@ CHOICES = {
     "warm_up": (None, False, True),
     "scheduling_policy": ("fcfs", "priority", "lpm", "fair"),
 }
-SIZES = (
-    "max_batch_size",
-    "max_model_len",
-    "num_pages",
-    "page_size",
-    "max_num_batched_tokens",
-    "max_prefill_tokens",
-    "sliding_window",
-)
+SIZES = ("max_batch_size", "max_model_len", "num_pages", "page_size", "max_num_batched_tokens", "sliding_window")
 # The names that vLLM and TensorRT-LLM's AutoDeploy have for these options, and for their values.
 ALIASES = {
     "max_seq_len": "max_model_len",
@@ -89,8 +81,6 @@ class EngineConfig:
             of bfloat16; rounded to 4 significant bits).
         max_num_batched_tokens: most tokens in one step; longer prompts are computed in chunks. Default 2,048 on a CPU
             and for `mini-engine serve`, otherwise 16,384.
-        max_prefill_tokens: most prompt tokens in a step that outputs wait for, unless more prompts wait than a dozen
-            such steps compute. Default 384 for `mini-engine serve`, otherwise any number.
         sliding_window: no layer sees farther back than this many keys; default the model's own windows.
         enable_prefix_caching: let requests that begin with the same tokens share pages, and keep the pages of finished
             requests for later ones until the space is needed.
@@ -142,7 +132,6 @@ class EngineConfig:
     kv_layout: str = "NHD"
     kv_cache_dtype: str = "auto"
     max_num_batched_tokens: int | None = None
-    max_prefill_tokens: int | None = None
     sliding_window: int | None = None
     enable_prefix_caching: bool = True
     disable_hybrid_kv_cache_manager: bool = False
@@ -218,7 +207,6 @@ class ResolvedConfig(EngineConfig):
     num_pages: int
     page_size: int
     max_num_batched_tokens: int
-    max_prefill_tokens: int
     pipeline_depth: int
     cuda_graph_batch_sizes: Sequence[int]
     max_overtakes: int

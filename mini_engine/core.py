@@ -238,7 +238,7 @@ class Core:
 
     def _with_guesses(self, schedule: Schedule, speculation: Speculation) -> Schedule:
         """Add guesses to the decodes of a step, as many as there are tokens and pages left."""
-        running, rows, left = self.scheduler.running, schedule.rows, self.scheduler.most_tokens - schedule.num_tokens
+        running, rows, left = self.scheduler.running, schedule.rows, self.scheduler.budget - schedule.num_tokens
         num_computed = running.num_computed[rows]
         decodes = (num_computed + 1 == running.num_known[rows]) & (num_computed >= running.num_prompt[rows])
         own = rows[decodes]

@@ -26,17 +26,11 @@ BATCH_SIZES, STEP_TOKENS = {"cuda": 256, "cpu": 32}, {"cuda": 16_384, "cpu": 204
 # A server's clients read along, and all wait for the longest step. On a GPU, larger steps are launched kernel by kernel
 # (`piecewise_graphs.py`), and shorter ones serve fewer requests (experiment 21).
 SERVED_STEP_TOKENS = 2048
-# Under load, most steps then take about equally long, while those of a queue are as long as they may be.
-SERVED_PREFILL_TOKENS = 384
 
 
-def served_defaults(config: EngineConfig) -> dict[str, int]:
-    """Return the options that have other defaults for an engine whose clients read along."""
-    defaults = {
-        "max_num_batched_tokens": max(SERVED_STEP_TOKENS, config.max_batch_size or 0),
-        "max_prefill_tokens": SERVED_PREFILL_TOKENS,
-    }
-    return {name: value for name, value in defaults.items() if getattr(config, name) is None}
+def served_step_tokens(config: EngineConfig) -> int:
+    """Return the default of `max_num_batched_tokens` for an engine whose clients read along."""
+    return max(SERVED_STEP_TOKENS, config.max_batch_size or 0)
 
 
 def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
@@ -104,7 +98,6 @@ def resolve(config: EngineConfig, model: LanguageModel) -> ResolvedConfig:
         "num_pages": num_pages,
         "page_size": page_size,
         "max_num_batched_tokens": step_tokens,
-        "max_prefill_tokens": config.max_prefill_tokens or step_tokens,
         "sliding_window": None if config.sliding_window is None else min(config.sliding_window, length),
         "pipeline_depth": int(on_gpu) if config.pipeline_depth is None else config.pipeline_depth,
         "warm_up": on_gpu if config.warm_up is None else config.warm_up,

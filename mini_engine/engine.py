@@ -390,7 +390,6 @@ class LLMEngine:
             ),
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_tokens=config.max_prefill_tokens,
             window=window,
             other_windows=[own for own in other_windows if own is not None],
             prefix_sharing=config.enable_prefix_caching,

@@ -1,6 +1,6 @@
 """The scheduler's decisions: which requests are ready, their numbers of tokens, admission, and preemption.
 
-Explained in chapter 07, and `ready` and `step_budget` in chapter 16.
+Explained in chapter 07, and `ready` in chapter 16.
 """
 
 from collections import OrderedDict
@@ -10,8 +10,6 @@ from jaxtyping import Bool, Int
 
 from mini_engine.kv_cache.page_table import PageTable
 from mini_engine.request import Request, Running
-
-SHORT_STEPS = 12  # that prompts may take while outputs wait for them
 
 
 def ready(
@@ -32,24 +30,6 @@ def ready(
         waits: [B] 1 for a request with a grammar, otherwise 0.
     """
     return (num_scheduled < max_len) & ((waits == 0) | (num_scheduled == num_known))
-
-
-def step_budget(num_prompt_tokens: int, num_decodes: int, short: int, most: int) -> int:
-    """Decide how many tokens the next step may have.
-
-    Every output gets its next token when the step ends. So while there are outputs, prompts are computed in short steps
-    that take about equally long. More prompts than a few such steps can compute are a queue that grows, and only long
-    steps end it.
-
-    Args:
-        num_prompt_tokens: tokens of all prompts that are not computed yet.
-        num_decodes: requests that get their next output token in the step.
-        short: prompt tokens of a short step.
-        most: tokens of the longest step.
-    """
-    if num_decodes and num_prompt_tokens <= SHORT_STEPS * short:
-        return min(most, num_decodes + short)
-    return most
 
 
 def share_budget(pending: Int[np.ndarray, " B"], budget: int) -> Int[np.ndarray, " B"]:

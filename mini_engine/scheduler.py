@@ -21,7 +21,6 @@ from mini_engine.kv_cache.grouped_prefix_tree import GroupedPrefixTree, PagesOfG
 from mini_engine.kv_cache.page_table import Pages, PageTable
 from mini_engine.kv_cache.prefix_tree import Place, PrefixTree
 from mini_engine.logprobs import lacks_prompt_logprobs
-from mini_engine.policy import SHORT_STEPS, step_budget
 from mini_engine.request import Request, Running
 from mini_engine.waiting import FirstComeFirstServed
 
@@ -73,7 +72,6 @@ class Scheduler:
         page_table: the pool; its rows bound the number of running requests.
         max_model_len: longest prompt and output together.
         max_num_batched_tokens: most tokens in one step, at least one for each row (`EngineConfig` checks it).
-        max_prefill_tokens: most prompt tokens of a step that outputs wait for (`policy.step_budget`); None: any number.
         window: most keys that any layer sees; pages that have left it are returned. None if a layer sees all keys.
         other_windows: with several groups of layers (`layer_groups.py`), the windows of the others; then `window` is
             None, the first group's. The page table has the same groups.
@@ -88,8 +86,7 @@ class Scheduler:
         waiting: requests without pages, in line.
         running: the columns of the running requests.
         policy: see above.
-        budget: most tokens in the next step.
-        most_tokens: most tokens in any step.
+        budget: most tokens in one step.
         outputs_apart: see above.
         prefix_tree: pages that requests can share; None without prefix sharing.
         num_pinned: pages of the pool that no request can have.
@@ -101,7 +98,6 @@ class Scheduler:
         *,
         max_model_len: int,
         max_num_batched_tokens: int,
-        max_prefill_tokens: int | None = None,
         window: int | None,
         other_windows: Sequence[int] = (),
         prefix_sharing: bool,
@@ -110,9 +106,7 @@ class Scheduler:
         parts: "Parts",
     ) -> None:
         self.policy = policy or FirstComeFirstServed()
-        self.page_table, self.parts = page_table, parts
-        self.budget = self.most_tokens = max_num_batched_tokens
-        self._short_step = max_prefill_tokens
+        self.page_table, self.budget, self.parts = page_table, max_num_batched_tokens, parts
         self.waiting: OrderedDict[Request, None] = OrderedDict()
         self.running = Running(page_table.max_rows, max_model_len, page_table.num_groups)
         self.num_pinned = 0
@@ -193,7 +187,6 @@ class Scheduler:
         if not self._is_sorted:
             self.policy.line_up(self.waiting, self.running)
             self._is_sorted = True
-        self.budget = self._next_budget()
         return self.parts.schedule(self)
 
     def remove(self, request: Request) -> None:
@@ -319,16 +312,6 @@ class Scheduler:
         return tree.match_len(self._tokens_of(request), request.cache_key) if tree is not None else 0
 
     # --- details -------------------------------------------------------------------------------------------------
-
-    def _next_budget(self) -> int:
-        """Return the most tokens of the next step."""
-        running, rows = self.running, self.running.order
-        if self._short_step is None or len(self.waiting) > SHORT_STEPS:  # so many are not counted one by one
-            return self.most_tokens
-        left = running.num_known[rows] - running.num_computed[rows]
-        of_prompts = left[left > 1]
-        num_prompt_tokens = int(of_prompts.sum()) + sum(len(request.token_ids) for request in self.waiting)
-        return step_budget(num_prompt_tokens, len(rows) - len(of_prompts), self._short_step, self.most_tokens)
 
     def _apart(self, num_new: Rows, num_computed: Rows, num_prompt: Rows) -> Rows:
         """Return how many of their next tokens requests may compute in one step, apart from the budget."""
@@ -523,7 +506,7 @@ class Scheduler:
         """Return the most tokens that a request of up to `num_tokens` has in pages at once; a window limits them."""
         if window is None:
             return num_tokens
-        return min(num_tokens, window + self.most_tokens + self.page_table.page_size)
+        return min(num_tokens, window + self.budget + self.page_table.page_size)
 
     def _pages_at_most(self, num_tokens: int) -> int:
         return sum(self.page_table.pages_for(self._tokens_at_most(num_tokens, own)) for own in self._windows)

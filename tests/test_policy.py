@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mini_engine.kv_cache.page_table import PageTable
-from mini_engine.policy import SHORT_STEPS, admit, preempt, ready, share_budget, step_budget
+from mini_engine.policy import admit, preempt, ready, share_budget
 from mini_engine.request import Running
 from tests.helpers import make_request
 
@@ -27,14 +27,6 @@ def test_share_budget_serves_every_decode_and_spends_the_rest_on_the_oldest_prom
     cut = next((i for i, (share, n) in enumerate(prompts) if share < n), len(prompts))
     assert all(share == 0 for share, _ in prompts[cut + 1 :])
     assert not prompts or prompts[0][0] > 0  # the oldest always makes progress
-
-
-@given(st.integers(0, 9999), st.integers(0, 300), st.integers(1, 500), st.integers(300, 5000))
-def test_step_budget_is_short_only_while_outputs_wait_and_few_prompts_do(num_prompt_tokens, num_decodes, short, most):
-    budget = step_budget(num_prompt_tokens, num_decodes, short, most)
-    assert num_decodes <= budget <= most
-    is_short = num_decodes > 0 and num_prompt_tokens <= short * SHORT_STEPS
-    assert budget == (min(num_decodes + short, most) if is_short else most)
 
 
 @given(st.integers(1, 40), st.integers(0, 9), st.integers(-3, 40), st.integers(-3, 9), st.integers(0, 3))

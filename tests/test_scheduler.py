@@ -30,14 +30,11 @@ def make_scheduler(
     prefix_sharing: bool = False,
     other_windows: Sequence[int] = (),
     policy: FirstComeFirstServed | None = None,
-    longest: int = LONGEST,
-    short: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         table,
-        max_model_len=longest,
+        max_model_len=LONGEST,
         max_num_batched_tokens=budget,
-        max_prefill_tokens=short,
         window=window,
         other_windows=other_windows,
         prefix_sharing=prefix_sharing,
@@ -68,18 +65,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(0, 1),
         policy=st.just("fcfs") | st.sampled_from(list(POLICIES)),
         max_overtakes=st.integers(0, 4),
-        short=st.none() | st.integers(1, 9),
     )
-    def build(
-        self, num_pages, page_size, batch, extra, windows, prefix_sharing, depth, policy="fcfs", max_overtakes=0,
-        short=None,
-    ):  # fmt: skip
+    def build(self, num_pages, page_size, batch, extra, windows, prefix_sharing, depth, policy="fcfs", max_overtakes=0):
         num_groups = len(windows)
         self.table = PageTable(num_groups * num_pages, page_size, batch, num_groups=num_groups)
         self.policy = POLICIES[policy](max_overtakes)
-        self.scheduler = make_scheduler(
-            self.table, batch + extra, windows[0], prefix_sharing, windows[1:], self.policy, short=short
-        )
+        self.scheduler = make_scheduler(self.table, batch + extra, windows[0], prefix_sharing, windows[1:], self.policy)
         self.has_priorities, self.max_overtakes = policy == "priority", max_overtakes
         self.overtaken: Counter[Request] = Counter()
         self.batch, self.budget, self.windows, self.depth = batch, batch + extra, windows, depth
@@ -413,18 +404,6 @@ def test_a_long_prompt_does_not_stop_the_decodes():
     assert run(scheduler) == [(0, 3)]
     scheduler.add(make_request([1] * 40, 5, 1))
     assert [run(scheduler) for _ in range(6)] == [[(0, 1), (1, 7)]] * 5 + [[(0, 1), (1, 5)]]
-
-
-def test_steps_are_short_while_there_are_outputs_unless_too_many_prompts_wait():
-    scheduler = make_scheduler(PageTable(2000, 16, 20), 2048, longest=1050, short=384)
-    scheduler.add(make_request(list(range(1000)), 50, 0))
-    assert [n for _, n in run(scheduler)] == [1000]  # no output waits
-    scheduler.add(make_request(list(range(900)), 50, 1))
-    assert [[n for _, n in run(scheduler)] for _ in range(4)] == [[1, 384], [1, 384], [1, 132], [1, 1]]
-    for i in range(6):
-        scheduler.add(make_request([7 + i] * 900, 50, 2 + i))
-    assert sum(n for _, n in run(scheduler)) == 2048
-    assert sum(n for _, n in run(scheduler)) == 4 + 384  # the rest fits into a few short steps
 
 
 def test_a_request_that_is_behind_its_window_cannot_be_shared_from():

@@ -45,7 +45,7 @@ from book.random_models import QWEN3_0_6B, checkpoint, random_transformers_model
 from mini_engine.bench.load import VOCABULARY, Arrivals, Objective, Report, Seen, drive, token_body
 from mini_engine.bench.peer_process import PeerOptions, PeerProcess, check_installed
 from mini_engine.bench.workloads import BenchRequest, Workload, least_seconds, num_outputs, with_other_tokens
-from mini_engine.defaults import SERVED_PREFILL_TOKENS, SERVED_STEP_TOKENS, STEP_TOKENS, pick_dtype
+from mini_engine.defaults import STEP_TOKENS, pick_dtype
 from mini_engine.loading.checkpoint import Checkpoint, open_checkpoint
 from mini_engine.loading.hub import embedded_folder
 from mini_engine.models.config import ModelConfig
@@ -61,7 +61,6 @@ OTHER_MODEL = "Qwen3-0.6B's shape with the vocabulary of SmolLM2"
 HIGH_LOAD = 0.8
 LOADS = 0.4, HIGH_LOAD, 1.2  # of the rate at which the server answers requests that all arrive at once
 ROUNDS = 3
-DEFAULT = f"{SERVED_STEP_TOKENS:,}, and {SERVED_PREFILL_TOKENS} of prompts beside outputs"
 NO_BOUND = "a latency under load has no bound but that of an idle server"
 CAPACITY = "the rate of requests that all arrive at once"
 ALONE = "the engine alone, which gets the same requests as a list"
@@ -334,29 +333,20 @@ def rate_rows(setting: Setting, device: str, engines: Sequence[str]) -> list[res
 
 
 def chunk_rows(setting: Setting, device: str) -> list[results.Row]:
-    """Of our engine: capacity, and latency at a high load, by the most tokens of a step; the same load for all.
-
-    Last come the server's defaults. With the other limits, a step may have as many prompt tokens as fit.
-    """
+    """Of our engine: capacity, and latency at a high load, by the most tokens of a step; the same load for all."""
     rows, most = list[results.Row](), 0.0
-    limits = dict[results.Setting, tuple[str, ...]]({chunk: long_steps(chunk) for chunk in setting.chunks})
     with served_model(device) as model, closing(Clients(setting.clients)) as clients:
         load = Load(setting, clients)
-        for limit, options in (limits | {DEFAULT: ()}).items():
-            with server(model, device, *setting.options, *options) as address:
+        for chunk in setting.chunks:
+            with server(model, device, *setting.options, f"--max-num-batched-tokens={chunk}") as address:
                 load.warm_up(address)
                 capacities = load.capacities(address)
                 most = most or statistics.median(capacities)
-                case: dict[str, results.Setting] = {"tokens of a step": limit, "engine": OURS}
+                case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": OURS}
                 rows.append(row("capacity", capacities, "requests/s", case, most))
                 at_load = {"load": HIGH_LOAD, **case}
                 rows += latency_rows(load.reports(address, HIGH_LOAD * most), at_load, most)
     return rows
-
-
-def long_steps(most: int) -> tuple[str, ...]:
-    """Return the options of a server whose steps compute as many tokens of prompts as fit."""
-    return f"--max-num-batched-tokens={most}", f"--max-prefill-tokens={most}"
 
 
 def stall_rows(setting: Setting, device: str) -> list[results.Row]:
@@ -369,7 +359,7 @@ def stall_rows(setting: Setting, device: str) -> list[results.Row]:
     with served_model(device) as model, closing(Clients(1)) as clients:
         for chunk in setting.chunks:
             case: dict[str, results.Setting] = {"tokens of a step": chunk, "engine": "mini_engine"}
-            options = (*setting.options, *long_steps(chunk), "--no-enable-prefix-caching")
+            options = (*setting.options, f"--max-num-batched-tokens={chunk}", "--no-enable-prefix-caching")
             with server(model, device, *options) as address:
                 arrivals = At((*[0.0] * setting.streams, 1.0))
                 clients.drive(address, requests, arrivals)  # a warm-up
@@ -400,8 +390,8 @@ def overhead_rows(setting: Setting, device: str) -> list[results.Row]:
                 seconds.append(alone.seconds)
         case: dict[str, results.Setting] = {"streams": setting.at_once, "dtype": dtype}
         rows.append(rate_row("throughput", tokens, seconds[1:], None, NO_BOUND, case | {"way": "the engine alone"}))
-        steps = long_steps(STEP_TOKENS[device])  # as long as those of the engine alone
-        options = f"--dtype={dtype}", f"--max-num-seqs={setting.at_once}", *steps
+        steps = f"--max-num-batched-tokens={STEP_TOKENS[device]}"  # as long as those of the engine alone
+        options = f"--dtype={dtype}", f"--max-num-seqs={setting.at_once}", steps
         with server(model, device, *options) as address, closing(Clients(setting.clients)) as clients:
             served = [clients.drive(address, requests(), Arrivals(math.inf)) for _ in rounds]
         assert not any(own.error for seen in served for own in seen)

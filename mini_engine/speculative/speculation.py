@@ -201,24 +201,29 @@ class Speculation:
         if self._silent is not None:
             rows, counts, right = self._silent.compared(running)
             self._acceptance.add(rows, counts, right)
-            if right.any():
-                self._silent_after, self._stands_until = SILENT, self._turn
-            else:
-                self._silent_after = min(2 * self._silent_after, SILENT_LATEST)
             self._silent = None
-        self._silent_at = self._turn + self._silent_after
+            if not right.any():
+                return self._wait_longer()
+            self._silent_after, self._stands_until = SILENT, self._turn
         rows = running.order
         rows = rows[(running.num_known[rows] > running.num_prompt[rows]) & (self._limits[rows] == 0)]
-        if self._could_pay and len(rows):
-            self._acceptance.enter(rows, running.admission[rows])
-            most = np.minimum(running.max_len[rows] - running.num_known[rows], self._num_tokens)
-            token_ids, counts = scout.propose(running, rows, most)
-            self._note_hits(counts, HITS_KEPT_SILENTLY)
-            if counts.any():  # there is something to compare
-                self._silent_at = self._turn + SILENT
-            self._silent = SilentGuesses(
-                rows, running.admission[rows], running.num_known[rows].copy(), token_ids.copy(), counts
-            )
+        if not self._could_pay or not len(rows):
+            self._silent_at = self._turn + self._silent_after
+            return
+        self._acceptance.enter(rows, running.admission[rows])
+        most = np.minimum(running.max_len[rows] - running.num_known[rows], self._num_tokens)
+        token_ids, counts = scout.propose(running, rows, most)
+        self._note_hits(counts, HITS_KEPT_SILENTLY)
+        if not counts.any():
+            return self._wait_longer()
+        self._silent_at = self._turn + SILENT  # then these can be compared
+        known = running.num_known[rows].copy()
+        self._silent = SilentGuesses(rows, running.admission[rows], known, token_ids.copy(), counts)
+
+    def _wait_longer(self) -> None:
+        """Silent guesses were not found, or wrong: make the next ones later. They cost the host time."""
+        self._silent_after = min(2 * self._silent_after, SILENT_LATEST)
+        self._silent_at = self._turn + self._silent_after
 
     def _choose(self, running: Running, rows: Int64[np.ndarray, " B"], num_tokens: int, turn: int) -> None:
         """Choose how many guesses each row has, and whether steps should be pipelined, unless an earlier choice stands.

@@ -6,6 +6,7 @@ Tokens become text when a request takes them. So a client that is behind the eng
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import pickle
 import queue
 import threading
@@ -126,20 +127,29 @@ class EngineClient:
         front: the engine's tokenizer and limits.
         commands: sends commands to an `EngineLoop`.
         answers: receives its answers.
-        most: outputs that may be unfinished. More are refused, because a client that is told at once can go elsewhere,
-            while one in an endless queue waits for an answer that it has given up.
+        unfinished: outputs of each of the loop's clients that are unfinished, which all of them read.
+        most: how many these may be. More are refused, because a client that is told at once can go elsewhere, while one
+            in an endless queue waits for an answer that it has given up.
         client: which of the loop's clients this is.
 
     Attributes:
         front: see above.
         is_alive: whether the engine runs.
         is_draining: whether the server is shutting down.
-        num_outputs: outputs that are unfinished, waiting or running.
+        num_outputs: outputs of this client that are unfinished, waiting or running.
     """
 
-    def __init__(self, front: TextFront, commands: Connection, answers: Connection, most: int, client: int = 0) -> None:
+    def __init__(
+        self,
+        front: TextFront,
+        commands: Connection,
+        answers: Connection,
+        unfinished: ctypes.Array[ctypes.c_long],
+        most: int,
+        client: int = 0,
+    ) -> None:
         self.front, self.is_alive, self.is_draining, self.num_outputs = front, True, False, 0
-        self._most = most
+        self._unfinished, self._most, self._client = unfinished, most, client
         self._commands, self._answers = Sender(commands), answers
         self._next_number = client * NUMBERS
         self._texts: dict[int, tuple[Inbox, TextRequest]] = {}  # of each output
@@ -185,8 +195,8 @@ class EngineClient:
         for prompt in prompts:
             check_prompt(prompt, self.front.vocab_size, self.front.max_model_len)
         several, more = self.front.core_params(params), params.n * len(prompts)
-        if self.num_outputs + more > self._most:
-            raise QueueFullError(f"{self.num_outputs} outputs run or wait, and {self._most} may; send it again later")
+        if (of_all := sum(self._unfinished)) + more > self._most:
+            raise QueueFullError(f"{of_all} outputs run or wait, and {self._most} may; send it again later")
         inbox, numbers = Inbox(), self._take_numbers(more)
         firsts, texts = numbers[:: params.n], dict[int, tuple[Inbox, TextRequest]]()
         for index, (first, prompt) in enumerate(zip(firsts, prompts, strict=True)):
@@ -195,7 +205,7 @@ class EngineClient:
             for i, core in enumerate(several):
                 texts[first + i] = inbox, self.front.new_text(owner, i, core, tokens, each_step)
         self._texts |= texts
-        self.num_outputs += more
+        self._count(more)
         unfinished = set(range(len(prompts)))
         try:
             for first, prompt in zip(firsts, prompts, strict=True):
@@ -213,11 +223,15 @@ class EngineClient:
                             raise piece.output.error
                 yield pieces
         finally:
-            self.num_outputs -= more
+            self._count(-more)
             for number in numbers:
                 del self._texts[number]
             for index in unfinished:
                 self._commands.send(Abort(firsts[index]))
+
+    def _count(self, more: int) -> None:
+        self.num_outputs += more
+        self._unfinished[self._client] = self.num_outputs
 
     def _take_numbers(self, count: int) -> range:
         """Return the next numbers, which nothing else has."""

@@ -8,6 +8,7 @@ the engine samples, several share the work, each with two pipes of its own.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import pickle
@@ -189,6 +190,7 @@ class EngineLoop:
         engine: the engine; nothing else may step it.
         pipes: of each client, what receives its commands and what sends its answers. When all commands have ended, so
             does the loop.
+        unfinished: see `EngineClient`. A client that has ended has none.
         max_ttft_seconds: longest time to first token that a prompt may be predicted to have; None: any.
     """
 
@@ -196,9 +198,10 @@ class EngineLoop:
         self,
         engine: TextEngine,
         pipes: Sequence[tuple[Connection, Connection]],
+        unfinished: ctypes.Array[ctypes.c_long],
         max_ttft_seconds: float | None = None,
     ) -> None:
-        self.engine, self._core = engine, engine.engine
+        self.engine, self._core, self._unfinished = engine, engine.engine, unfinished
         self._is_draining = False
         rows = engine.max_batch_size
         self._admission = None if max_ttft_seconds is None else Admission(max_ttft_seconds, rows)
@@ -333,6 +336,7 @@ class EngineLoop:
     def _close(self, client: int) -> None:
         """End the prompts of a client, and its pipe."""
         self._fail(client, ShuttingDownError())
+        self._unfinished[client] = 0
         self._answers.pop(client).close()
 
     # --- answers -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.sharedctypes import RawArray
 from typing import TYPE_CHECKING, NamedTuple
 
 from mini_engine.errors import MiniEngineError
@@ -43,13 +45,15 @@ class ClientEnds(NamedTuple):
         front: the engine's tokenizer and limits.
         commands: sends commands.
         answers: receives answers.
-        most: outputs that may be unfinished.
+        unfinished: outputs of each client that are unfinished.
+        most: how many these may be.
         number: which of the loop's clients it is.
     """
 
     front: TextFront
     commands: Connection
     answers: Connection
+    unfinished: ctypes.Array[ctypes.c_long]
     most: int
     number: int
 
@@ -76,7 +80,9 @@ def start_process(load: Callable[[], TextEngine], options: ServerOptions) -> lis
     context = get_context("spawn")  # a fork would inherit what this process has loaded
     pipes = [(Pipe(duplex=False), Pipe(duplex=False)) for _ in range(options.num_servers)]
     of_loop = [(for_loop, from_loop) for (for_loop, _), (_, from_loop) in pipes]
-    process = context.Process(target=_run, args=(load, of_loop, options.max_ttft_seconds), name="engine", daemon=True)
+    unfinished = context.RawArray(ctypes.c_long, len(pipes))
+    arguments = load, of_loop, unfinished, options.max_ttft_seconds
+    process = context.Process(target=_run, args=arguments, name="engine", daemon=True)
     process.start()
     for connections in of_loop:
         for connection in connections:
@@ -90,15 +96,17 @@ def start_process(load: Callable[[], TextEngine], options: ServerOptions) -> lis
         raise MiniEngineError("the engine's process has ended; it has printed why") from None
     if isinstance(front, Exception):
         raise front
-    most = -(-(front.max_batch_size + options.max_queued_requests) // len(pipes))
+    most = front.max_batch_size + options.max_queued_requests
     return [
-        ClientEnds(front, commands, answers, most, number) for number, ((_, commands), (answers, _)) in enumerate(pipes)
+        ClientEnds(front, commands, answers, unfinished, most, number)
+        for number, ((_, commands), (answers, _)) in enumerate(pipes)
     ]
 
 
 def _run(
     load: Callable[[], TextEngine],
     pipes: Sequence[tuple[Connection, Connection]],
+    unfinished: ctypes.Array[ctypes.c_long],
     max_ttft_seconds: float | None,
 ) -> None:
     """What the process does. Ctrl-C reaches all processes of a terminal, but the server decides when this one ends."""
@@ -116,7 +124,7 @@ def _run(
     # The garbage collector need not look again at what stays. A full collection would stop all streams for 0.1 s.
     gc.collect()
     gc.freeze()
-    EngineLoop(engine, pipes, max_ttft_seconds).run()
+    EngineLoop(engine, pipes, unfinished, max_ttft_seconds).run()
 
 
 def start_thread(engine: TextEngine, options: ServerOptions) -> EngineClient:
@@ -124,7 +132,8 @@ def start_thread(engine: TextEngine, options: ServerOptions) -> EngineClient:
     from mini_engine.serving.engine_loop import EngineLoop
 
     (for_loop, commands), (answers, from_loop) = Pipe(duplex=False), Pipe(duplex=False)
-    loop = EngineLoop(engine, [(for_loop, from_loop)], options.max_ttft_seconds)
+    unfinished = RawArray(ctypes.c_long, 1)
+    loop = EngineLoop(engine, [(for_loop, from_loop)], unfinished, options.max_ttft_seconds)
     threading.Thread(target=loop.run, name="engine", daemon=True).start()
     most = engine.max_batch_size + options.max_queued_requests
-    return ClientEnds(engine.front(), commands, answers, most, 0).client()
+    return ClientEnds(engine.front(), commands, answers, unfinished, most, 0).client()

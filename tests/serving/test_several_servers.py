@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
 import signal
@@ -11,8 +12,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection
 from multiprocessing.connection import Pipe
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +26,7 @@ import pytest
 from mini_engine import LLM
 from mini_engine.errors import MiniEngineError
 from mini_engine.sampling_params import SamplingParams
+from mini_engine.serving.admission import QueueFullError
 from mini_engine.serving.engine_client import EngineClient
 from mini_engine.serving.engine_loop import EngineLoop
 from mini_engine.serving.options import ServerOptions
@@ -39,15 +43,16 @@ SERVERS = 3
 
 
 @contextmanager
-def clients_of_one_loop(count: int) -> Iterator[list[EngineClient]]:
+def clients_of_one_loop(count: int, most: int = 100) -> Iterator[list[EngineClient]]:
     engine = make_text_engine(double_model("llama"), num_pages=64)
     pipes = [(Pipe(duplex=False), Pipe(duplex=False)) for _ in range(count)]
-    loop = EngineLoop(engine, [(for_loop, from_loop) for (for_loop, _), (_, from_loop) in pipes])
+    unfinished = RawArray(ctypes.c_long, count)
+    loop = EngineLoop(engine, [(for_loop, from_loop) for (for_loop, _), (_, from_loop) in pipes], unfinished)
     running = threading.Thread(target=loop.run, daemon=True)
     running.start()
     front = engine.front()
     yield [
-        ClientEnds(front, commands, answers, 100, number).client()
+        ClientEnds(front, commands, answers, unfinished, most, number).client()
         for number, ((_, commands), (answers, _)) in enumerate(pipes)
     ]
     running.join(300)
@@ -67,6 +72,27 @@ def test_each_client_gets_its_own_tokens() -> None:
             assert await asyncio.gather(*streams) == want
             for client in clients:
                 await client.close()
+
+        in_a_thread(asyncio.run, run())
+
+
+def test_clients_share_one_limit() -> None:
+    """Whichever of them has the outputs. Those of a client that has ended do not count."""
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with clients_of_one_loop(2, most=5) as (first, second):
+
+        async def run() -> None:
+            first.start()
+            second.start()
+            streams = [client.stream([[3, 4, 5]], long, each_step=True) for client in (second, first, first, first)]
+            for stream in streams:
+                await anext(stream)
+            with pytest.raises(QueueFullError, match="4 outputs run or wait, and 5 may"):
+                await anext(second.stream([[6, 7]], replace(long, n=2), each_step=True))
+            await first.close()
+            await anext(second.stream([[6, 7]], replace(long, n=4), each_step=True))
+            assert second.num_outputs == 5
+            await second.close()
 
         in_a_thread(asyncio.run, run())
 

@@ -25,7 +25,7 @@ from mini_engine.speculative.speculation import Speculation
 from mini_engine.step_input import Executor, StepInput, build_step_input
 
 NOTHING = Schedule(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), 0)
-Sampled = tuple[list[Request], Int[np.ndarray, " R"]]  # requests, and one token of each
+Sampled = tuple[list[Request], Int[np.ndarray, " R"]]  # the request of each token, and the tokens
 
 
 @dataclass(eq=False)
@@ -308,7 +308,7 @@ class Core:
             counts, ended = running.append_several(rows, token_ids, right + 1)
             if launched.branches is not None:
                 running.kept[rows] = launched.branches.find(rows, counts - 1)
-            for i in range(counts.max(initial=0)):
-                self.sampled.append(([requests[r] for r in np.flatnonzero(counts > i)], token_ids[counts > i, i]))
+            sampled_by = [own for own, count in zip(requests, counts.tolist(), strict=True) for _ in range(count)]
+            self.sampled.append((sampled_by, token_ids[np.arange(token_ids.shape[1]) < counts[:, None]]))
         for request in running.requests_of(ended):
             self.end(request, request.end_of(running.known_tokens(request)) or "length")

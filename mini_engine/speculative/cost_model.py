@@ -7,11 +7,14 @@ sides are measured while the engine runs.
 """
 
 from collections import deque
+from statistics import median
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-LAST_STEPS = 8  # of each size; the fastest of them counts, because others were disturbed
+# Of each size. Their median counts. The fastest would flatter steps with guesses, which wait for the host, and the host
+# is disturbed more often than the device.
+LAST_STEPS = 8
 FIRST_STEPS = 2  # of a size before its time is believed
 NEAR = 1.5  # the time of a size is believed if sizes up to so many times as large or as small were measured
 STEPS_KEPT = 1024  # a size that was not measured in so many measurements counts as unknown, and is tried again
@@ -59,8 +62,8 @@ class StepSeconds:
         sizes = sorted(size for size in self._last if self._is_measured(size))
         if not sizes:
             return np.full(len(num_tokens), self._unknown)
-        fastest = np.maximum.accumulate([min(self._last[size]) for size in sizes])  # more tokens do not take less time
-        return np.interp(num_tokens, sizes, fastest)
+        medians = [median(self._last[size]) for size in sizes]
+        return np.interp(num_tokens, sizes, np.maximum.accumulate(medians))  # more tokens do not take less time
 
     def _is_measured(self, size: int) -> bool:
         return len(self._last[size]) >= FIRST_STEPS and self._is_late(size)

@@ -65,13 +65,15 @@ def test_guesses_count_as_long_as_all_before_them_are_right(right: float, count:
     assert expected == pytest.approx(sum(right**i for i in range(1, count + 1)), rel=1e-6)
 
 
-def test_times_are_the_fastest_of_late_and_grow_with_the_step() -> None:
+def test_times_are_medians_of_late_and_grow_with_the_step() -> None:
     seconds = seconds_of({4: 2.0, 16: 4.0})
     for _ in range(FIRST_STEPS):
         seconds.add(16, 3.0)
         seconds.add(8, 1.0)
     seconds.add(12, 1e9)  # once is not enough
-    assert seconds(np.array([1, 4, 8, 12, 16, 99])).tolist() == [2.0, 2.0, 2.0, 2.5, 3.0, 3.0]
+    assert seconds(np.array([1, 4, 8, 12, 16, 99])).tolist() == [2.0, 2.0, 2.0, 2.75, 3.5, 3.5]
+    seconds.add(16, 1e9)
+    assert seconds(np.array([16])).tolist() == [4.0], "a step that was disturbed"
     for _ in range(STEPS_KEPT):
         seconds.add(4, 5.0)
         seconds(np.array([4]))

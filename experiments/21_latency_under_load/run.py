@@ -394,7 +394,8 @@ def overhead_rows(setting: Setting, device: str) -> list[results.Row]:
         options = f"--dtype={dtype}", f"--max-num-seqs={setting.at_once}", steps
         with server(model, device, *options) as address, closing(Clients(setting.clients)) as clients:
             served = [clients.drive(address, requests(), Arrivals(math.inf)) for _ in rounds]
-        assert not any(own.error for seen in served for own in seen)
+        errors = {own.error for seen in served for own in seen} - {None}
+        assert not errors, errors
         seconds = [max(own.times[-1] for own in seen) for seen in served]
         served_case = case | {"way": "its server"}
         rows.append(rate_row("throughput", tokens, seconds[1:], rows[0].value, ALONE, served_case))

@@ -146,7 +146,7 @@ class EngineClient:
         answers: Connection,
         unfinished: ctypes.Array[ctypes.c_long],
         most: int,
-        client: int = 0,
+        client: int,
     ) -> None:
         self.front, self.is_alive, self.is_draining, self.num_outputs = front, True, False, 0
         self._unfinished, self._most, self._client = unfinished, most, client

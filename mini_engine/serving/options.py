@@ -23,8 +23,7 @@ class ServerOptions:
         served_model_name: name of the model for clients; default the model's own.
         api_server_count: processes that parse requests and write answers; they share the address. Default one for every
             eight cores, at least one and at most four.
-        max_queued_requests: outputs that may wait for a place in the batch; more are refused with status 429. Several
-            processes divide this number.
+        max_queued_requests: outputs that may wait for a place in the batch; more are refused with status 429.
         max_ttft_seconds: a request is refused with status 429 if its first token would take longer, as predicted from
             the tokens queued before it and the time of earlier steps; default none is refused for that.
         max_body_bytes: longest body of a request.

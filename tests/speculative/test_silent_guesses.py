@@ -12,6 +12,7 @@ from mini_engine.engine import LLMEngine
 from mini_engine.request import Running
 from mini_engine.sampling_params import SamplingParams
 from mini_engine.speculative.speculation import SilentGuesses, Speculation
+from mini_engine.speculative.suffix import SuffixDrafter
 from mini_engine.step_input import SampledTokens, StepInput
 from tests.helpers import double_model, make_engine
 
@@ -96,6 +97,49 @@ def test_a_first_copy_is_found_after_a_few_steps_and_free_text_keeps_its_pipelin
     assert min(seconds(engine, device, rows) for _ in range(3)) < 0.75 * none, "and copies are found again"
 
 
+def test_wrong_silent_guesses_are_made_ever_more_rarely() -> None:
+    """A drafter that always guesses wrong is asked at first, and then after 16, 32, and 64 steps, plus 8 to compare."""
+
+    class Wrong:
+        def __init__(self) -> None:
+            self.scout, self.asked_at = self, list[int]()
+
+        def propose(self, running: Running, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            self.asked_at.append(int(running.num_known[0]))  # one more in each step
+            return np.full((len(rows), 4), 1, dtype=np.int32), np.full(len(rows), 4)
+
+        def forget(self) -> None:
+            pass
+
+    drafter, running = Wrong(), Running(1, 600)
+    speculation = Speculation(drafter, 4, 1, True)
+    running.order, running.tokens[:] = np.arange(1), 7
+    running.num_known[:], running.num_prompt[:], running.max_len[:] = 9, 5, 600
+    for _ in range(300):
+        speculation.begin_step()
+        speculation.observe(running)
+        running.num_known += 1
+    assert np.diff(drafter.asked_at).tolist() == [8 + 16, 8 + 32, 8 + 64, 8 + 64, 8 + 64]
+
+
+def test_a_free_text_has_no_automaton() -> None:
+    """Prompt lookup finds nothing in it, or guesses wrong, so the automaton has not read it."""
+    device = Device()
+    engine = engine_on(device, "suffix", 4)
+    speculation = engine.core.speculation
+    assert speculation is not None and isinstance(speculation.drafter, SuffixDrafter)
+    device.changed = 1.0
+    for _ in range(3):
+        seconds(engine, device, 4)
+    speculation.drafter.forget()
+    seconds(engine, device, 4)
+    assert not speculation.drafter._automata
+    device.changed = 0.0
+    for _ in range(3):
+        seconds(engine, device, 4)
+    assert speculation.drafter._automata, "a copy has one"
+
+
 def test_silent_guesses_count_as_far_as_tokens_are_known() -> None:
     running, rows = Running(4, 12), np.arange(4)
     running.admission[rows], running.num_known[rows] = [1, 2, 3, 9], [8, 5, 6, 9]
@@ -118,7 +162,7 @@ def test_no_silent_guesses_where_guesses_could_not_pay() -> None:
         def forget(self) -> None:
             pass
 
-    speculation, running = Speculation(Drafter(), 4, 2, True), Running(2, 30)  # type: ignore[arg-type]
+    speculation, running = Speculation(Drafter(), 4, 2, True), Running(2, 30)
     running.order = np.arange(2)
     running.num_known[:], running.num_prompt[:], running.max_len[:] = 9, 5, 30
     speculation._could_pay = False

@@ -126,9 +126,9 @@ class Core:
     def _needs_tokens(self, step: StepInput) -> bool:
         """Return whether the tokens of a step must be known before the next one is scheduled."""
         assert self.speculation is not None
-        if step.num_logits.max(initial=0) > 1:  # how many of its tokens count is not known before
+        if len(step.token_ids) > len(step.rows) and step.num_logits.max() > 1:  # how many count is not known before
             return True
-        return self.speculation.asks(self.scheduler.running, step.sampling_rows)
+        return self.speculation.asks(self.scheduler.running, self._in_flight[-1].rows)
 
     # --- requests ------------------------------------------------------------------------------------------------
 

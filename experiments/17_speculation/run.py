@@ -42,7 +42,8 @@ from mini_engine.speculative.speculation import Speculation
 
 EXPERIMENT, MODEL = "17_speculation", "smollm2-135m-instruct"
 PARTS = {"cpu": ["text"], "cuda": ["text", "peer", "draft"]}
-MOST_GUESSES, ROUNDS, LENGTH, FIRST, MAX_TOKENS = 6, 5, 160, 8, 128
+MOST_GUESSES, LENGTH, FIRST, MAX_TOKENS = 6, 160, 8, 128
+ROUNDS = {"cpu": 5, "cuda": 11}  # a round of a GPU is short, and its host is disturbed
 DRAFT_ROUNDS = 3
 NGRAM = {"method": "ngram", "num_speculative_tokens": MOST_GUESSES}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": MOST_GUESSES}
@@ -123,7 +124,7 @@ def rows_of(
     params, tokens = params_of(workload), len(given) * MAX_TOKENS
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     served: dict[str, Served] = {}
-    for turn in range(ROUNDS + 1):  # the first one warms up, and lets the engine learn what a step costs
+    for turn in range(ROUNDS[device] + 1):  # the first one warms up, and lets the engine learn what a step costs
         for name, engine in engines.items():
             start = time.perf_counter()
             served[name] = serve(engine, given, params)
@@ -176,7 +177,7 @@ def peer_rows(device: str, methods: Sequence[str]) -> Iterator[list[results.Row]
                     for num_requests in BATCHES[device]:
                         given = [BenchRequest(own, params_of(workload)) for own in prompts(llm, workload, num_requests)]
                         seconds = []
-                        for turn in range(ROUNDS + 1):
+                        for turn in range(ROUNDS[device] + 1):
                             peer(given)
                             if turn:
                                 seconds.append(peer.seconds)
@@ -298,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--methods", nargs="+", choices=list(PEER_METHODS), default=list(PEER_METHODS), help="of vLLM")
     chosen = options.parse_args(arguments)
     parameters: dict[str, results.Setting] = {
-        "model": MODEL, "dtype": "bfloat16", "rounds": ROUNDS, "prompt": LENGTH, "output": MAX_TOKENS,
+        "model": MODEL, "dtype": "bfloat16", "rounds": ROUNDS[chosen.device], "prompt": LENGTH, "output": MAX_TOKENS,
         "most guesses": MOST_GUESSES,
     }  # fmt: skip
     measure = {"text": text_rows, "peer": partial(peer_rows, methods=chosen.methods), "draft": draft_rows}

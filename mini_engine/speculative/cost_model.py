@@ -7,6 +7,7 @@ sides are measured while the engine runs.
 """
 
 from collections import deque
+from itertools import accumulate
 from statistics import median
 
 import numpy as np
@@ -37,15 +38,16 @@ class StepSeconds:
         self._unknown, self._num_steps = unknown, 0
         self._last: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
+        self._curve: tuple[list[int], list[float]] | None = None  # sizes and seconds, until another step is measured
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Add a measured step."""
         size = _size(num_tokens)
         self._num_steps += 1
         if not self._is_late(size):
-            self._last.pop(size, None)
-        self._last.setdefault(size, deque(maxlen=LAST_STEPS)).append(seconds)
-        self._measured_at[size] = self._num_steps
+            self._last[size] = deque(maxlen=LAST_STEPS)
+        self._last[size].append(seconds)
+        self._measured_at[size], self._curve = self._num_steps, None
 
     def knows(self, num_tokens: int) -> bool:
         """Return whether steps of about this size have been measured of late, and more than once."""
@@ -59,11 +61,13 @@ class StepSeconds:
         Between measured sizes the time is interpolated. Beyond the largest one it stays the same, so larger steps are
         tried, and measured.
         """
-        sizes = sorted(size for size in self._last if self._is_measured(size))
-        if not sizes:
+        if self._curve is None:
+            sizes = sorted(size for size in self._last if self._is_measured(size))
+            medians = [median(self._last[size]) for size in sizes]
+            self._curve = sizes, list(accumulate(medians, max))  # more tokens do not take less time
+        if not self._curve[0]:
             return np.full(len(num_tokens), self._unknown)
-        medians = [median(self._last[size]) for size in sizes]
-        return np.interp(num_tokens, sizes, np.maximum.accumulate(medians))  # more tokens do not take less time
+        return np.interp(num_tokens, *self._curve)
 
     def _is_measured(self, size: int) -> bool:
         return len(self._last[size]) >= FIRST_STEPS and self._is_late(size)

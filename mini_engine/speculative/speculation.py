@@ -14,17 +14,18 @@ from mini_engine.speculative.drafter import Drafter, num_accepted
 # Steps for which the numbers of guesses stand, while there are guesses and while there are none. Choosing takes the
 # host 0.1 to 0.4 ms, as much as half a step of a small model. Without guesses the numbers stand for longer if silent
 # guesses show when that changes.
-GUESSING, PAUSING, PAUSING_SILENTLY = 4, 16, 64
+GUESSING, PAUSING, PAUSING_SILENTLY = 4, 16, 256
 NEW_REQUESTS = 0.25  # of the requests; with more, the numbers are chosen at once
 EVERY = 32  # steps; in the last one there are half as many guesses, so that the time of smaller steps is known, too
 # Steps after which some requests have a guess in any case, because guesses may have become right, unless even right
 # ones would not pay: first, and after guesses that were all wrong, each time twice as many up to a limit.
 EXPLORE, EXPLORE_LATEST = 64, 256
 SHARE = 8  # one of so many requests
-SILENT, SILENT_LATEST = 8, 64  # steps after which guesses are made silently: first, and after none was right
-# What the share of requests for which a guess was found counts after another step, and after silent guesses, which
-# stand for several steps. After so many steps in a row without any, it is halved, and steps are pipelined again.
-HITS_KEPT, HITS_KEPT_SILENTLY, MISSES = 0.95, 0.9, 4
+# Steps after which guesses are made silently: first, and while no step has any, each time twice as many up to a limit.
+SILENT, SILENT_LATEST = 8, 64
+# What the share of requests for which a guess was found counts after another step; silent guesses stand for all steps
+# since the ones before them. After so many steps in a row without any, it is halved, and steps are pipelined again.
+HITS_KEPT, MISSES = 0.95, 4
 CAUTION = 0.45  # how many standard deviations of a single hit the share is taken to be lower, where it decides
 
 
@@ -202,9 +203,9 @@ class Speculation:
             rows, counts, right = self._silent.compared(running)
             self._acceptance.add(rows, counts, right)
             self._silent = None
-            if not right.any():
-                return self._wait_longer()
-            self._silent_after, self._stands_until = SILENT, self._turn
+            if right.any():
+                self._stands_until = self._turn
+            return self._wait_longer()
         rows = running.order
         rows = rows[(running.num_known[rows] > running.num_prompt[rows]) & (self._limits[rows] == 0)]
         if not self._could_pay or not len(rows):
@@ -213,7 +214,7 @@ class Speculation:
         self._acceptance.enter(rows, running.admission[rows])
         most = np.minimum(running.max_len[rows] - running.num_known[rows], self._num_tokens)
         token_ids, counts = scout.propose(running, rows, most)
-        self._note_hits(counts, HITS_KEPT_SILENTLY)
+        self._note_hits(counts, HITS_KEPT**self._silent_after)
         if not counts.any():
             return self._wait_longer()
         self._silent_at = self._turn + SILENT  # then these can be compared
@@ -221,7 +222,7 @@ class Speculation:
         self._silent = SilentGuesses(rows, running.admission[rows], known, token_ids.copy(), counts)
 
     def _wait_longer(self) -> None:
-        """Silent guesses were not found, or wrong: make the next ones later. They cost the host time."""
+        """Make the next silent guesses later, because they cost the host time."""
         self._silent_after = min(2 * self._silent_after, SILENT_LATEST)
         self._silent_at = self._turn + self._silent_after
 
@@ -250,8 +251,8 @@ class Speculation:
             limits = self._best(rows, num_tokens, right := self._acceptance.of(rows))
             hits = self._hits - CAUTION * (self._hits * (1 - self._hits)) ** 0.5
             self._asks = self._pays(limits, right, num_tokens, hits)
-            if self._asks:
-                self._limits[rows] = limits
+            if self._asks and limits.any():
+                self._limits[rows], self._silent_after = limits, SILENT
             all_right = np.ones(len(rows))
             ideal = self._best(rows, num_tokens, all_right)
             self._could_pay = bool(ideal.any()) and self._pays(ideal, all_right, num_tokens, 1.0)

@@ -97,21 +97,22 @@ def test_a_first_copy_is_found_after_a_few_steps_and_free_text_keeps_its_pipelin
     assert min(seconds(engine, device, rows) for _ in range(3)) < 0.75 * none, "and copies are found again"
 
 
-def test_wrong_silent_guesses_are_made_ever_more_rarely() -> None:
-    """A drafter that always guesses wrong is asked at first, and then after 16, 32, and 64 steps, plus 8 to compare."""
+@pytest.mark.parametrize("guess", [1, 7], ids=["wrong", "right"])
+def test_silent_guesses_are_made_ever_more_rarely_while_no_step_has_any(guess: int) -> None:
+    """The drafter is asked at first, and then after 16, 32, and 64 steps, plus 8 to compare."""
 
-    class Wrong:
+    class Guesses:
         def __init__(self) -> None:
             self.scout, self.asked_at = self, list[int]()
 
         def propose(self, running: Running, rows: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             self.asked_at.append(int(running.num_known[0]))  # one more in each step
-            return np.full((len(rows), 4), 1, dtype=np.int32), np.full(len(rows), 4)
+            return np.full((len(rows), 4), guess, dtype=np.int32), np.full(len(rows), 4)
 
         def forget(self) -> None:
             pass
 
-    drafter, running = Wrong(), Running(1, 600)
+    drafter, running = Guesses(), Running(1, 600)
     speculation = Speculation(drafter, 4, 1, True)
     running.order, running.tokens[:] = np.arange(1), 7
     running.num_known[:], running.num_prompt[:], running.max_len[:] = 9, 5, 600

@@ -77,6 +77,7 @@ class Setting:
         options: of the server.
         objective: what counts for goodput.
         streams: requests that are being answered when a long prompt arrives.
+        stream_tokens: tokens of each of these answers, which take longer than a second.
         long: tokens of that prompt.
         chunks: most tokens of a step, in the sections `chunks` and `stall`.
         served: the requests of the section `overhead`.
@@ -90,6 +91,7 @@ class Setting:
     options: tuple[str, ...]
     objective: Objective
     streams: int
+    stream_tokens: int
     long: int
     chunks: tuple[int, ...]
     served: Workload
@@ -102,11 +104,11 @@ class Setting:
 SETTINGS = {
     "cpu": Setting(
         Workload(24, (32, 96), (16, 48)), ("--max-batch-size=8", "--max-model-len=2048", "--dtype=bfloat16"),
-        Objective(2.0, 0.2), 6, 1536, (2048, 256, 64), Workload(24, (32, 96), (16, 48)), 8, 1, 4,
+        Objective(2.0, 0.2), 6, 96, 1536, (2048, 256, 64), Workload(24, (32, 96), (16, 48)), 8, 1, 4,
         tuple(Workload(2**i, (32, 32), (64, 64)) for i in range(5)),
     ),
     "cuda": Setting(
-        Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 8000, (16_384, 2048, 512, 256),
+        Workload(512, (128, 1024), (64, 256)), (), Objective(1.0, 0.03), 48, 2048, 8000, (16_384, 2048, 512, 256),
         Workload(1024, (128, 512), (128, 512)), 256, 8, 256,
         tuple(Workload(2**i, (256, 256), (512, 512)) for i in range(9)),
     ),
@@ -352,9 +354,9 @@ def chunk_rows(setting: Setting, device: str) -> list[results.Row]:
 def stall_rows(setting: Setting, device: str) -> list[results.Row]:
     """Of our engine: the longest pause of streams while a long prompt is computed, by the most tokens of a step."""
     rows = list[results.Row]()
-    short = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
-    requests = [BenchRequest([100 + i] * 16, short) for i in range(setting.streams)]
-    requests.append(BenchRequest([7 + i % 5000 for i in range(setting.long)], short))
+    params = SamplingParams(temperature=0.0, max_tokens=setting.stream_tokens, ignore_eos=True)
+    requests = [BenchRequest([100 + i] * 16, params) for i in range(setting.streams)]
+    requests.append(BenchRequest([7 + i % 5000 for i in range(setting.long)], params))
     requests = Words.of_model(embedded_folder()).spelled(requests)
     with served_model(device) as model, closing(Clients(1)) as clients:
         for chunk in setting.chunks:

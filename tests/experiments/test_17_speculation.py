@@ -27,7 +27,7 @@ def test_a_prompt_of_copy_ends_with_its_own_beginning() -> None:
 
 
 def test_rows_of_each_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LENGTH": 24, "MAX_TOKENS": 12, "ROUNDS": 1, "BATCHES": {"cpu": (2,)}}.items():
+    for name, value in {"LENGTH": 24, "MAX_TOKENS": 12, "ROUNDS": {"cpu": 1}, "BATCHES": {"cpu": (2,)}}.items():
         monkeypatch.setattr(run, name, value)
     run.main(["--device", "cpu", "--out", str(tmp_path)])
     [result] = results.load(EXPERIMENT, tmp_path)

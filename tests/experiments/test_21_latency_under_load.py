@@ -63,8 +63,8 @@ class ClientsOfAThread:
 def test_rows_of_all_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--max-batch-size=4", "--max-model-len=256", "--dtype=float32"
     small = run.Setting(
-        Workload(3, (2, 3), (2, 3)), options, Objective(60.0, 60.0), 1, 90, (32,), Workload(2, (2, 3), (2, 3)), 2, 1,
-        2, (Workload(2, (4, 4), (3, 3)),),
+        Workload(3, (2, 3), (2, 3)), options, Objective(60.0, 60.0), 1, 96, 90, (32,), Workload(2, (2, 3), (2, 3)), 2,
+        1, 2, (Workload(2, (4, 4), (3, 3)),),
     )  # fmt: skip
     monkeypatch.setitem(run.SETTINGS, "cpu", small)
     monkeypatch.setattr(run, "LOADS", (0.5,))
